@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from benchmarks.rows import read_csv
+from benchmarks.rows import megatron_release, read_csv
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 #: From this day on V3.2's layers train the indexer on 1/8 of the query tokens.
@@ -33,7 +33,7 @@ class Line:
         over_case: fields in which the peer's case differs.
         part: part of the case.
         drawn: whether the chart has the line.
-        megatron: first digits of megatron-core's version; former rows without one are of 0.19.
+        megatron: release of megatron-core.
     """
 
     label: str
@@ -112,7 +112,7 @@ def _values(rows: list[dict], comparison: Comparison, line: Line, way: str, case
             or row["status"] != "ok"
             or row["way"] != way
             or (row["part"] != line.part and not (by_step and row["part"].isdigit()))
-            or not row["versions"].get("megatron_core", "0.19").startswith(line.megatron)
+            or megatron_release(row) != line.megatron
             or not _matches(row, case)
         ):
             continue

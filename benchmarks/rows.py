@@ -96,8 +96,9 @@ def read_csv(path: Path) -> list[dict]:
 def latest(rows: Iterable[dict]) -> list[dict]:
     """Return the rows of the last run of every measurement, in order of these runs.
 
-    A measurement is a way of a case on one kind of GPU, and one of its parts: ``step`` has
-    ``step/OPERATION`` with it, so a step that failed in the last run has no shares of a former one.
+    A measurement is a way of a case on one kind of GPU with one release of Megatron, and one of its
+    parts: ``step`` has ``step/OPERATION`` with it, so a step that failed in the last run has no
+    shares of a former one.
     """
     runs: dict[tuple, list[dict]] = {}
     for row in rows:
@@ -108,6 +109,11 @@ def latest(rows: Iterable[dict]) -> list[dict]:
     return [row for run in runs.values() for row in run]
 
 
+def megatron_release(row: dict) -> str:
+    """Return ``major.minor`` of megatron-core; without its version 0.19."""
+    return ".".join(row["versions"].get("megatron_core", "0.19").split(".")[:2])
+
+
 def _measurement(row: dict) -> tuple:
-    case = json.dumps(row["case"], sort_keys=True)
-    return row["gpu"], row["family"], case, row["way"], row["part"].split("/")[0]
+    case, megatron = json.dumps(row["case"], sort_keys=True), megatron_release(row)
+    return row["gpu"], row["family"], case, megatron, row["way"], row["part"].split("/")[0]

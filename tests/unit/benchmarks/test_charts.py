@@ -15,8 +15,9 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 PAGE = (FOLDER.parent / "docs" / "performance.md").read_text(encoding="utf-8")
 
 
-def row(date, way, value, tokens=4096, metric="ms", gpu="GPU", part="step", **case):
+def row(date, way, value, tokens=4096, metric="ms", gpu="GPU", part="step", versions=(), **case):
     return {"date": f"2026-11-{date}+00:00", "gpu": gpu, "way": way, "part": part, "value": value,
+            "versions": dict(versions),
             "metric": metric, "case": {"tokens": tokens} | case,
             "status": "failed" if value is None else "ok"}  # fmt: skip
 
@@ -26,7 +27,10 @@ COMPARISON = Comparison("name", "layer", "", (), "time (ms)", (LINE,), gpu="GPU"
 
 
 def test_times_are_compared_within_the_last_run_of_both():
+    later = {"megatron_core": "0.20.0"}
     rows = [
+        row("23T10:00:00", "ours", 9.0, versions=later),
+        row("23T10:00:00", "dense", 9.0, versions=later),
         row("20T10:00:00", "ours", 2.0), row("20T10:00:30", "dense", 4.0),
         row("21T10:00:00", "ours", 3.0), row("21T10:02:00", "dense", 99.0),
         row("22T10:00:00", "ours", 5.0), row("22T10:00:00", "dense", 1.0, gpu="another"),

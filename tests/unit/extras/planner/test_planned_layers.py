@@ -64,7 +64,8 @@ CASES = [
     ("recomputed", 16, 32768), ("sparse", 16, 4096), ("masked", 16, 4096),
     ("ours", 128, 32768), ("sparse", 128, 4096), ("sparse", 128, 8192), ("sparse", 16, 131072),
     ("dense", 16, 131072), ("recomputed", 16, 131072), ("ours", 128, 4096), ("ours", 128, 8192),
-    ("all-queries", 128, 8192), ("frozen", 128, 8192),
+    ("all-queries", 128, 8192), ("frozen", 128, 8192), ("ours", 128, 262144),
+    ("recomputed", 128, 262144), ("recomputed", 128, 524288),
 ]  # fmt: skip
 #: Measured before the backward recomputed index queries. To be measured again.
 LESS_NOW = [("sparse", 64, 8192)]
