@@ -15,8 +15,8 @@ from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import (
     accumulation_dtype,
     bmm,
+    items_within,
     mm,
-    rows_in_budget,
     slices,
 )
 from megatron_dsa.ops.common.checks import require_scale
@@ -149,12 +149,12 @@ def captured_mass(
     bytes_per_query = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
     # The matrix product copies masked attention's keys.
     bytes_per_head = 0 if k_pe is None else layout.num_keys * q.shape[2] * 4
-    for block in slices(len(queries), rows_in_budget(workspace_bytes, bytes_per_query)):
+    for block in slices(len(queries), items_within(workspace_bytes, bytes_per_query)):
         some = queries[block]
         visible = visible_keys(layout, some)
         missed = visible & ~_selected(indices[some], layout.num_keys)
         bytes_per_block = bytes_per_query * len(some) + bytes_per_head
-        heads_at_once = rows_in_budget(workspace_bytes, bytes_per_block)
+        heads_at_once = items_within(workspace_bytes, bytes_per_block)
         for heads in slices(q.shape[1], heads_at_once):
             block_q = q[some][:, heads].transpose(0, 1)
             if w_uk is not None:
@@ -204,7 +204,7 @@ def query_scores(
     )
     number, heads, dim = sampled.q.shape
     itemsize = accumulation_dtype(inputs.q.dtype).itemsize
-    keys_at_once = rows_in_budget(workspace_bytes, itemsize * (2 * number * heads + 4 * dim))
+    keys_at_once = items_within(workspace_bytes, itemsize * (2 * number * heads + 4 * dim))
     scores = [
         block_scores(sampled, slice(None), keys.detach(), heads)
         for keys in inputs.k.split(keys_at_once)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import items_within, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.indexer_topk import engine, fp8
 
@@ -51,7 +51,7 @@ class _AsCached(torch.autograd.Function):
         dims = tokens.shape[1] - rope_dims
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         out[:, dims:] = tokens[:, dims:]
-        for rows in slices(len(tokens), rows_in_budget(workspace_bytes, _BYTES * dims)):
+        for rows in slices(len(tokens), items_within(workspace_bytes, _BYTES * dims)):
             blocks = tokens[rows, :dims].unflatten(1, (-1, form.block))
             values, scales = form.quantize(blocks)
             out[rows, :dims] = (values.float() * scales[..., None]).flatten(1)

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices, valid_entries
+from megatron_dsa.ops.common.arithmetic import items_within, slices, valid_entries
 from megatron_dsa.ops.dispatch.support import short_dtype
 from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, packed_layout
 
@@ -77,7 +77,7 @@ def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
 
 
 def chunks(tokens: int, bytes_per_token: int) -> Iterator[slice]:
-    return slices(tokens, rows_in_budget(BUDGET_BYTES, bytes_per_token))
+    return slices(tokens, items_within(BUDGET_BYTES, bytes_per_token))
 
 
 def sampled_tokens(tokens: int, count: int, device: torch.device) -> torch.Tensor:

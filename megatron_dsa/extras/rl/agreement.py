@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import items_within, slices
 from megatron_dsa.ops.layout.positions import check_form
 
 #: Sentinel that sorts after every position.
@@ -110,7 +110,7 @@ def _compared(layer, rank, given, own, tokens, shown, workspace_bytes) -> LayerA
     counts = torch.zeros(4, dtype=torch.int64)
     first: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
     width = given.shape[1] + own.shape[1]
-    for rows in slices(len(own), rows_in_budget(workspace_bytes, _BYTES_PER_ENTRY * width)):
+    for rows in slices(len(own), items_within(workspace_bytes, _BYTES_PER_ENTRY * width)):
         a, b = given[rows], own[rows]
         both = (a >= 0).any(1) & (b >= 0).any(1)
         only_a, only_b = _missing(a, b) & both[:, None], _missing(b, a) & both[:, None]

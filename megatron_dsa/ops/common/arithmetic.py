@@ -67,8 +67,8 @@ def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torc
     return total
 
 
-def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
-    return max(1, budget_bytes // max(1, bytes_per_row))
+def items_within(budget_bytes: int, bytes_per_item: int) -> int:
+    return max(1, budget_bytes // max(1, bytes_per_item))
 
 
 def valid_entries(

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, items_within, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.compressor.spec import CompressorInputs
 from megatron_dsa.ops.layout.compressed import Groups
@@ -18,7 +18,7 @@ def _chunks(inputs: CompressorInputs):
     positions = inputs.ratio * (2 if inputs.overlap else 1)
     acc = accumulation_dtype(inputs.values.dtype).itemsize
     # Temporary bytes: values, scores, probabilities, both gradients, torch's intermediates.
-    slots = rows_in_budget(inputs.workspace_bytes, positions * (inputs.dim * 8 * acc + 32))
+    slots = items_within(inputs.workspace_bytes, positions * (inputs.dim * 8 * acc + 32))
     return slices(inputs.groups.first_row.shape[0], slots)
 
 

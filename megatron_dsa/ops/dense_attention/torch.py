@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, bmm, items_within
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 
@@ -66,7 +66,7 @@ def _tiles(q, k, causal, sequences, copies, workspace_bytes) -> Iterator[tuple]:
     bytes_per_key = copies * q.shape[1] * accumulation_dtype(q.dtype).itemsize
 
     def fitting(keys: int) -> int:
-        return rows_in_budget(workspace_bytes, bytes_per_key * keys)
+        return items_within(workspace_bytes, bytes_per_key * keys)
 
     if isinstance(sequences, Packed):
         yield from _packed_tiles(q, k, causal, sequences, fitting)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, items_within, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.hyper_connections.spec import ReadInputs, WriteInputs
 
@@ -27,7 +27,7 @@ def write(inputs: WriteInputs) -> torch.Tensor:
 def _chunks(streams: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
     size = streams.shape[1] * streams.shape[2] * accumulation_dtype(streams.dtype).itemsize
     # A chunk needs up to eight copies.
-    return slices(len(streams), rows_in_budget(workspace_bytes, 8 * size))
+    return slices(len(streams), items_within(workspace_bytes, 8 * size))
 
 
 def _weights(x, fn, base, scale, settings):

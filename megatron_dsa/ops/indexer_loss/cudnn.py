@@ -6,7 +6,7 @@ cuDNN would ignore.
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import lengths, rows_in_budget
+from megatron_dsa.ops.common.arithmetic import items_within, lengths
 from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, IndexerLoss, SparseLossInputs
 from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
 
@@ -29,7 +29,7 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
         topk_indices_global=False,
     )["predict"][0, :, :width].contiguous()
     value = student.new_zeros(())
-    step = rows_in_budget(inputs.workspace_bytes, width * 24)
+    step = items_within(inputs.workspace_bytes, width * 24)
     for first in range(0, student.shape[0], step):
         rows = slice(first, first + step)
         value += _kl_rows(student[rows], inputs.teacher[rows], valid[rows])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import items_within, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_loss.sample import QuerySample, sample_size, sampled_tokens
@@ -140,7 +140,7 @@ class _Settings:
         self, selection: SharedSelection, head_sums: torch.Tensor, sample: QuerySample | None
     ) -> Iterator[TeacherPart]:
         total, width = len(head_sums) if sample is None else len(sample.tokens), head_sums.shape[1]
-        longest = rows_in_budget(self.policy.workspace_bytes // 8, 8 * width)
+        longest = items_within(self.policy.workspace_bytes // 8, 8 * width)
         for some in slices(total, longest) if total else [slice(0, 0)]:
             tokens = some if sample is None else sample.tokens[some]
             indices = selection.indices[tokens].int()

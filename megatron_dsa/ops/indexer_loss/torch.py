@@ -8,7 +8,7 @@ import torch
 from megatron_dsa.ops.common.arithmetic import (
     accumulation_dtype,
     bmm,
-    rows_in_budget,
+    items_within,
     valid_entries,
 )
 from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, IndexerLoss, SparseLossInputs
@@ -97,7 +97,7 @@ def _sparse_chunks(inputs: SparseLossInputs) -> Iterator[_SparseChunk]:
     table = torch.cat([x.k, x.k.new_zeros(1, dim)])
     acc = accumulation_dtype(x.q.dtype)
     per_row = width * ((3 * dim + 3 * heads + 6) * acc.itemsize + 24)
-    rows_at_once = rows_in_budget(inputs.workspace_bytes, per_row)
+    rows_at_once = items_within(inputs.workspace_bytes, per_row)
     for first in range(0, x.q.shape[0], rows_at_once):
         rows = slice(first, first + rows_at_once)
         index = inputs.indices[rows]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import part_of, rows_in_budget, slices, sum_mm
+from megatron_dsa.ops.common.arithmetic import items_within, part_of, slices, sum_mm
 from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.common.scaling import Factor, scaled, scaled_together
 from megatron_dsa.ops.common.tokens import select_tokens
@@ -318,7 +318,7 @@ class _RecomputedQueries:
         self._queries, self._factor = queries, factor
         self._dtype = query_gradient_dtype(queries.weight.dtype)
         per_token = len(queries.weight) * (queries.weight.dtype.itemsize + self._dtype.itemsize)
-        self._longest = rows_in_budget(budget, per_token)
+        self._longest = items_within(budget, per_token)
         self._dweight: torch.Tensor | None = None
 
     def blocks(self, part: TeacherPart) -> Iterator[TeacherPart]:

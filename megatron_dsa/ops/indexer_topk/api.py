@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, items_within
 from megatron_dsa.ops.common.checks import require_on_device
 from megatron_dsa.ops.dispatch import Operation, Policy, on_meta
 from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8, EXACT
@@ -134,7 +134,7 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
     def tokens_for_width(width: int) -> int:
         lists = 12 * topk if layout.packed else 0
         bytes_per_token = select.bytes_per_token(width) + lists
-        return rows_in_budget(select.policy.workspace_bytes, bytes_per_token)
+        return items_within(select.policy.workspace_bytes, bytes_per_token)
 
     # Queries with at most topk visible keys need no scores.
     for block in layout.blocks(tokens_for_width, topk + 1):

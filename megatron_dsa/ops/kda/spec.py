@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, ceil_div, rows_in_budget
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, ceil_div, items_within
 from megatron_dsa.ops.common.checks import FLOATS, INTEGERS, require_tensor
 from megatron_dsa.ops.dispatch import Candidate, Operation, Support
 from megatron_dsa.ops.dispatch.gpus import PORTABLE
@@ -97,7 +97,7 @@ class KDAInputs:
         batch, _, heads, dim = self.q.shape
         # Torch needs six tensors as large as the decays, and saves three for the backward.
         size = 6 * batch * heads * CHUNK * CHUNK * dim * self.A_log.element_size()
-        return rows_in_budget(self.workspace_bytes, size) * CHUNK
+        return items_within(self.workspace_bytes, size) * CHUNK
 
     def check(self) -> None:
         q = self.q

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad, rms_norm, silu
 
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, ceil_div, rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, ceil_div, items_within, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.kda.spec import CHUNK, ConvolutionInputs, KDAInputs, NormInputs
 from megatron_dsa.ops.naive import EPS
@@ -41,7 +41,7 @@ class _Convolution(torch.autograd.Function):
         ctx.masks = _masks_of_taps(inputs)
         # Temporaries are input, product, sum, result, and the gradients of all four.
         size = 8 * x.shape[0] * x.shape[1] * weight.element_size()
-        ctx.channels = rows_in_budget(inputs.workspace_bytes, size)
+        ctx.channels = items_within(inputs.workspace_bytes, size)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for part in slices(x.shape[2], ctx.channels):
             out[..., part] = _convolve(x[..., part], weight[part], ctx.masks)
@@ -92,7 +92,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx, x, gate, weight, inputs):
         ctx.save_for_backward(x, gate, weight)
         size = 10 * x[:, :1].numel() * accumulation_dtype(x.dtype).itemsize
-        ctx.eps, ctx.tokens = inputs.eps, rows_in_budget(inputs.workspace_bytes, size)
+        ctx.eps, ctx.tokens = inputs.eps, items_within(inputs.workspace_bytes, size)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for part in slices(x.shape[1], ctx.tokens):
             out[:, part] = _gated(x[:, part], gate[:, part], weight, ctx.eps)

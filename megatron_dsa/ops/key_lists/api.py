@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import part_of, rows_in_budget
+from megatron_dsa.ops.common.arithmetic import items_within, part_of
 from megatron_dsa.ops.common.checks import require_tensor
 from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
@@ -104,7 +104,7 @@ class KeyLists:
         call = self._call()
         fused = KEY_LISTS.choose(call, policy).candidate.fused
         bytes_per_token = self.full_width * (_BYTES_FUSED if fused else _BYTES_UNFUSED)
-        at_once = rows_in_budget(policy.workspace_bytes, bytes_per_token)
+        at_once = items_within(policy.workspace_bytes, bytes_per_token)
         total = self.layout.num_queries
         for first in range(0, total, at_once):
             tokens = slice(first, min(total, first + at_once))

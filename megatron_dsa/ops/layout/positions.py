@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import items_within, slices
 from megatron_dsa.ops.common.checks import require_tensor, require_values
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding
@@ -168,7 +168,7 @@ def local_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: s
 
 
 def _blocks(indices: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
-    at_once = rows_in_budget(workspace_bytes, _BYTES_PER_ENTRY * indices.shape[1])
+    at_once = items_within(workspace_bytes, _BYTES_PER_ENTRY * indices.shape[1])
     yield from slices(len(indices), at_once)
 
 

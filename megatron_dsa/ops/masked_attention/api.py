@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, items_within, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import (
     FLOATS,
@@ -181,7 +181,7 @@ class _Settings:
             return tokens
         # Parts have whole groups, so no tile is read twice.
         budget, per_group = self.policy.workspace_bytes // 8, GROUP * self.call.topk * 8
-        fewest, most = (GROUP * rows_in_budget(x, per_group) for x in (budget, 2 * budget))
+        fewest, most = (GROUP * items_within(x, per_group) for x in (budget, 2 * budget))
         halves = -(-tokens // (2 * GROUP)) * GROUP
         return min(max(fewest, halves), most)
 
@@ -211,7 +211,7 @@ def _sink_gradient(
     """Return ``-sum_t p_sink * rowsum(dO * O)`` for each head."""
     grad = total.new_zeros(total.shape[1])
     per_token = 3 * out.shape[1:].numel() * total.element_size()
-    for tokens in slices(len(out), rows_in_budget(workspace, per_token)):
+    for tokens in slices(len(out), items_within(workspace, per_token)):
         delta = (dout[tokens].to(total.dtype) * out[tokens].to(total.dtype)).sum(-1)
         grad -= (torch.exp(sink.to(total.dtype) - _finite(total[tokens])) * delta).sum(0)
     return grad.to(sink.dtype)

@@ -10,7 +10,7 @@ import torch
 from megatron_dsa.ops.common.arithmetic import (
     accumulation_dtype,
     bmm,
-    rows_in_budget,
+    items_within,
     slices,
     valid_entries,
 )
@@ -36,7 +36,7 @@ def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
     queries, width = inputs.indices.shape
     bits = inputs.indices.new_empty(queries, groups(inputs.num_keys), WORDS)
     per_query = bits.shape[1] * GROUP * (1 + _BYTES_PACK) + width * 16
-    for tokens in slices(queries, rows_in_budget(inputs.workspace_bytes, per_query)):
+    for tokens in slices(queries, items_within(inputs.workspace_bytes, per_query)):
         indices = inputs.indices[tokens]
         length = None if inputs.topk_length is None else inputs.topk_length[tokens]
         valid = valid_entries(indices, length, inputs.num_keys)
@@ -53,7 +53,7 @@ def visible_bits(inputs: VisibleBitsInputs) -> torch.Tensor:
         slots = torch.arange(inputs.num_keys, dtype=torch.int32, device=inputs.start.device)
     bits = inputs.start.new_empty(queries, groups(inputs.num_keys), WORDS)
     per_query = bits.shape[1] * GROUP * (3 + _BYTES_PACK)
-    for tokens in slices(queries, rows_in_budget(inputs.workspace_bytes, per_query)):
+    for tokens in slices(queries, items_within(inputs.workspace_bytes, per_query)):
         start, end = inputs.start[tokens, None], inputs.end[tokens, None]
         bits[tokens] = pack((slots >= start) & (slots < end))
     return bits
@@ -165,7 +165,7 @@ def _block_of_keys(inputs: MaskedAttentionInputs) -> int:
     sums = accumulation_dtype(inputs.q.dtype).itemsize
     # A key needs its inputs, and in the accumulation dtype a copy, gradients and an addend.
     per_key = heads * (dim + inputs.v_dim) * (inputs.q.element_size() + 3 * sums)
-    fitting = rows_in_budget(inputs.workspace_bytes // 2, per_key * GROUP)
+    fitting = items_within(inputs.workspace_bytes // 2, per_key * GROUP)
     return GROUP * max(1, min(fitting, groups(len(inputs.kv))))
 
 
@@ -177,7 +177,7 @@ def _query_blocks(inputs: MaskedAttentionInputs) -> Iterator[slice]:
     heads, dim = inputs.q.shape[1:]
     sums, keys = accumulation_dtype(inputs.q.dtype).itemsize, _block_of_keys(inputs)
     per_query = heads * sums * (4 * keys + 4 * (dim + inputs.v_dim)) + keys * _BYTES_UNPACK
-    yield from slices(len(inputs.q), rows_in_budget(inputs.workspace_bytes // 2, per_query))
+    yield from slices(len(inputs.q), items_within(inputs.workspace_bytes // 2, per_query))
 
 
 def _heads_first(inputs: MaskedAttentionInputs, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, items_within, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.rope.spec import hadamard_signs
@@ -89,7 +89,7 @@ class _NormRope(torch.autograd.Function):
 
 def _chunks(x: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
     per_token = 5 * x.shape[1] * x.shape[2] * accumulation_dtype(x.dtype).itemsize
-    return slices(len(x), rows_in_budget(workspace_bytes, per_token))
+    return slices(len(x), items_within(workspace_bytes, per_token))
 
 
 def _transformed(x: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import (
     accumulation_dtype,
     add_bmm,
+    items_within,
     lengths,
-    rows_in_budget,
     slices,
 )
 from megatron_dsa.ops.common.autograd import once_differentiable
@@ -189,7 +189,7 @@ class _Backward:
         blocks, indices, length = self.plan.blocks, self.blocks.indices, self.blocks.length
         workspace = self.plan.attention.policy.workspace_bytes // 8
         per_block = self.blocks.longest * indices.shape[1] * 4
-        for some in slices(len(blocks), rows_in_budget(workspace, per_block)):
+        for some in slices(len(blocks), items_within(workspace, per_block)):
             part = blocks[some]
             tokens = slice(part[0].start, part[-1].stop)
             teacher = _joined([self.run(block, teaches=True) for block in part])

@@ -10,8 +10,8 @@ import torch
 from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import (
     accumulation_dtype,
+    items_within,
     part_of,
-    rows_in_budget,
     slices,
 )
 from megatron_dsa.ops.common.autograd import once_differentiable
@@ -100,7 +100,7 @@ class Settings:
     def sampled_lists(self, taken: torch.Tensor, indices, length) -> Iterator[Any]:
         """Yield the key lists of sampled tokens in parts that fit the workspace."""
         width = indices.shape[1] + (0 if self.lists is None else self.lists.window)
-        for some in slices(len(taken), rows_in_budget(self.policy.workspace_bytes // 8, 8 * width)):
+        for some in slices(len(taken), items_within(self.policy.workspace_bytes // 8, 8 * width)):
             of_some = None if length is None else part_of(length, some)
             if self.lists is None:
                 yield some, part_of(indices, some), of_some

@@ -5,7 +5,7 @@ In sorted order, concurrent thread blocks add to the same, cached part of the ke
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import lengths, rows_in_budget, valid_entries
+from megatron_dsa.ops.common.arithmetic import items_within, lengths, valid_entries
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 
@@ -30,7 +30,7 @@ def ascending_lists(
     keys = inputs.kv.shape[0]
     ordered, count = torch.empty_like(indices), torch.empty_like(length)
     # Temporary bytes per list entry: validity, masked copy, sorted copy, int64 sort order.
-    step = rows_in_budget(inputs.workspace_bytes, width * 24)
+    step = items_within(inputs.workspace_bytes, width * 24)
     for first in range(0, queries, step):
         part = slice(first, first + step)
         valid = valid_entries(indices[part], length[part], keys)

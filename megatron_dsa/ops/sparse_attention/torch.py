@@ -7,7 +7,7 @@ import torch
 from megatron_dsa.ops.common.arithmetic import (
     accumulation_dtype,
     bmm,
-    rows_in_budget,
+    items_within,
     valid_entries,
 )
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
@@ -17,7 +17,7 @@ def _chunks(inputs: SparseAttentionInputs, copies_of_keys: int, copies_of_scores
     heads, width = inputs.q.shape[1], inputs.indices.shape[1]
     acc = accumulation_dtype(inputs.q.dtype).itemsize
     per_key = copies_of_keys * inputs.kv.shape[1] * acc + copies_of_scores * heads * acc + 16
-    tokens = rows_in_budget(inputs.workspace_bytes, width * per_key)
+    tokens = items_within(inputs.workspace_bytes, width * per_key)
     for first in range(0, inputs.q.shape[0], tokens):
         yield slice(first, first + tokens)
 

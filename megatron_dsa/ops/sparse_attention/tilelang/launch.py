@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import part_of, rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import items_within, part_of, slices
 from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.hopper.sums import in_column_order, in_column_order_transposed, largest
@@ -160,7 +160,7 @@ def _launch_two(inputs, kernels: Kernels, _group: int, per_query, kv, keys: _Key
 
 def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query: int) -> int:
     queries = inputs.indices.shape[0]
-    step = rows_in_budget(inputs.workspace_bytes, bytes_per_query)
+    step = items_within(inputs.workspace_bytes, bytes_per_query)
     if step < queries:
         wave = max(1, processors(inputs.q.device) // tiles)
         step = step // wave * wave or step

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.common.arithmetic import ceil_div, rows_in_budget, valid_entries
+from megatron_dsa.ops.common.arithmetic import ceil_div, items_within, valid_entries
 from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.common.scaling import has_triton
 
@@ -41,7 +41,7 @@ def to_callers_lists(
             )  # fmt: skip
         return
     # Temporary bytes per list entry: validity, masked and int64 indices, two results.
-    step = rows_in_budget(workspace_bytes, width * 24)
+    step = items_within(workspace_bytes, width * 24)
     for first in range(0, queries, step):
         rows = slice(first, min(first + step, queries))
         valid = valid_entries(indices[rows], None if length is None else length[rows], keys)

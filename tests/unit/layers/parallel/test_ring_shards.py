@@ -272,13 +272,13 @@ def test_wrong_latents_are_explained():
 @pytest.mark.parametrize("function", ["dense", "gathered"])
 def test_the_budget_of_the_policy_is_kept(function, monkeypatch):
     """Forward and backward must respect the policy's workspace, not the default."""
-    budgets, original = [], torch_block.rows_in_budget
+    budgets, original = [], torch_block.items_within
 
-    def recorded(budget, bytes_per_row):
+    def recorded(budget, bytes_per_item):
         budgets.append(budget)
-        return original(budget, bytes_per_row)
+        return original(budget, bytes_per_item)
 
-    monkeypatch.setattr(torch_block, "rows_in_budget", recorded)
+    monkeypatch.setattr(torch_block, "items_within", recorded)
     layout = bshd_layout(16, 1, CPU)
     q, latents, w_uk, w_uv, dout = latent_inputs(16)
     settings = {"softmax_scale": 0.3, "policy": Policy(workspace_bytes=4321)}
