@@ -291,9 +291,9 @@ def _fused(names: tuple[str, ...]):
 
 def _slots(indices: torch.Tensor, layout) -> torch.Tensor:
     """Return the selection as positions, independent of the number of ranks."""
-    if layout.key_rows is None:
+    if layout.key_indices is None:
         return indices.clone()
-    slots = torch.argsort(layout.key_rows)[indices.clamp_min(0).long()]
+    slots = torch.argsort(layout.key_indices)[indices.clamp_min(0).long()]
     return torch.where(indices < 0, -1, slots).int()
 
 

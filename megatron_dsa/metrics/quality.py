@@ -107,7 +107,7 @@ def adjacent_overlap(
 def visible_keys(layout: Layout, queries: torch.Tensor) -> torch.Tensor:
     """Return bool ``[r, num_keys]``, which marks keys visible to the queries."""
     # The key buffer may hold invisible keys.
-    slots = layout.slots_of_key_rows()
+    slots = layout.slots_of_keys()
     return (slots >= layout.start[queries, None]) & (slots < layout.end[queries, None])
 
 

@@ -106,9 +106,9 @@ def layout_of_tokens(layout: Layout, tokens: torch.Tensor) -> Layout:
 def visible_keys(layout: Layout, tokens: torch.Tensor | slice = slice(None)) -> torch.Tensor:
     slots = torch.arange(layout.num_keys, device=layout.start.device)
     by_slot = (slots >= layout.start[tokens, None]) & (slots < layout.end[tokens, None])
-    if layout.key_rows is None:
+    if layout.key_indices is None:
         return by_slot
-    return torch.zeros_like(by_slot).index_copy_(1, layout.key_rows, by_slot)
+    return torch.zeros_like(by_slot).index_copy_(1, layout.key_indices, by_slot)
 
 
 def layout_of(shape: Shape, device: torch.device) -> Layout:

@@ -19,10 +19,10 @@ def integer_inputs(tokens, *, device, relu=True):
 
 def expected(inputs, layout, k):
     """Select by the reference; map slots to key indices."""
-    slots = dataclasses.replace(layout, key_rows=None)
+    slots = dataclasses.replace(layout, key_indices=None)
     by_slot = dataclasses.replace(inputs, k=layout.keys_in_slot_order(inputs.k))
     scores = expected_scores(by_slot, torch.arange(len(inputs.q), device=inputs.q.device))
-    return layout.to_key_rows(selected_ids(scores, visible_keys(slots), k))
+    return layout.to_key_indices(selected_ids(scores, visible_keys(slots), k))
 
 
 LAYOUTS = {

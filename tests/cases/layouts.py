@@ -47,8 +47,8 @@ def indexer_inputs(layout, num_keys, dtype=torch.float64, heads=3):
     k = leaf(num_keys, 8, seed=2, dtype=torch.float64).detach()
     weights = leaf(rows, heads, seed=3, dtype=torch.float64).detach()
     own = (layout.start + layout.position).cpu()
-    if layout.key_rows is not None and num_keys == layout.num_keys:  # of positions
-        k = k[torch.argsort(layout.key_rows.cpu())]
+    if layout.key_indices is not None and num_keys == layout.num_keys:  # of positions
+        k = k[torch.argsort(layout.key_indices.cpu())]
     to = {"device": start(), "dtype": dtype}
     return IndexerInputs(q[own].to(**to), k.to(**to), weights[own].to(**to))
 

@@ -33,9 +33,9 @@ from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.positions import (
     check_form,
-    local_rows,
-    positions_to_rows,
-    rows_to_positions,
+    indices_to_positions,
+    local_part,
+    positions_to_indices,
 )
 
 
@@ -152,10 +152,10 @@ class IndexReplay:
         self, core: CoreAttention, layout: Layout, keys: Layout, ranks: Ranks
     ) -> tuple[torch.Tensor, torch.Tensor]:
         name = f"indices[{core.layer_number}]"
-        positions = local_rows(
+        positions = local_part(
             self.take(core.layer_number, core.training), layout, ranks.query_sharding, name
         )
-        return positions_to_rows(
+        return positions_to_indices(
             positions, keys, core.config.dsa_indexer_topk,
             name=name, workspace_bytes=core.options.policy.workspace_bytes,
         )  # fmt: skip
@@ -202,7 +202,7 @@ class IndexCapture:
 
     def put(self, core: CoreAttention, indices: torch.Tensor, keys: Layout) -> None:
         workspace = core.options.policy.workspace_bytes
-        positions = rows_to_positions(indices, keys, workspace_bytes=workspace)
+        positions = indices_to_positions(indices, keys, workspace_bytes=workspace)
         self._selected[core.layer_number].append(positions)
 
 

@@ -176,13 +176,13 @@ def take(keys, layout: Layout, slots: slice) -> Any:
     if isinstance(keys, LatentKeys):
         return replace(keys, latents=take(keys.latents, layout, slots))
     if isinstance(keys, ExpandedKeys):
-        if layout.key_rows is not None:
+        if layout.key_indices is not None:
             keys = replace(keys, kv=keys.nope, v_dim=0)
         kv, k_pe = (take(x, layout, slots) for x in (keys.kv, keys.k_pe))
         return replace(keys, kv=kv, k_pe=k_pe)
-    if layout.key_rows is None:
+    if layout.key_indices is None:
         return keys[slots]
-    return keys.index_select(0, layout.key_rows[slots])
+    return keys.index_select(0, layout.key_indices[slots])
 
 
 def _join(lse: torch.Tensor, part: torch.Tensor) -> None:

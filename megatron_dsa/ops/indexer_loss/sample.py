@@ -66,7 +66,7 @@ class QuerySample:
             start=start,
             end=end,
             position=position,
-            key_rows=whole.key_rows,
+            key_indices=whole.key_indices,
             real=None if whole.real is None else whole.real[tokens],
             query_ranges=tuple(self._ranges(whole)),
             max_length=whole.max_length,

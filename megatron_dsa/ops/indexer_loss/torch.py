@@ -26,10 +26,10 @@ class Gradients:
         self.weights = torch.zeros_like(inputs.weights, dtype=acc)
 
     def add_to_slots(self, layout: Layout, slots: slice, dk: torch.Tensor) -> None:
-        if layout.key_rows is None:
+        if layout.key_indices is None:
             self.k[slots].add_(dk)
         else:
-            self.k.index_add_(0, layout.key_rows[slots], dk)
+            self.k.index_add_(0, layout.key_indices[slots], dk)
 
     def result(self) -> IndexerGradients:
         return IndexerGradients(self.q, self.k, self.weights)

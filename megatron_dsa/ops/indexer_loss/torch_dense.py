@@ -155,7 +155,7 @@ def tile_shape(inputs: DenseLossInputs) -> tuple[int, int]:
 
 def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
     x, q, k = inputs.indexer, inputs.q, inputs.k
-    gathers = inputs.layout.key_rows is not None
+    gathers = inputs.layout.key_indices is not None
     (index_heads, index_dim), (all_heads, dim) = x.q.shape[1:], q.shape[1:]
     some_index_heads = min(HEADS_AT_ONCE, index_heads)
     heads = min(HEADS_AT_ONCE, all_heads)

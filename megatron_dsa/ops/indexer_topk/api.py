@@ -147,12 +147,12 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
             else:
                 columns = select(block, _scored(layout, block, seen, topk))
         if written is None or columns is not written:
-            put(out, columns, seen, block.lo, layout.key_rows)
+            put(out, columns, seen, block.lo, layout.key_indices)
     return indices, length
 
 
 def _takes_columns(out: torch.Tensor, layout: Layout, block: Block) -> bool:
-    columns_are_rows = block.lo == 0 and layout.key_rows is None
+    columns_are_rows = block.lo == 0 and layout.key_indices is None
     # Kernels store aligned vectors of 16 bytes.
     return columns_are_rows and out.is_contiguous() and out.data_ptr() % 16 == 0
 
@@ -199,8 +199,8 @@ def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> 
 def _unseen(layout: Layout) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     def find() -> tuple[torch.Tensor, torch.Tensor]:
         keys = ~seen_slots(layout)
-        if layout.key_rows is not None:
-            keys = torch.empty_like(keys).index_copy_(0, layout.key_rows, keys)
+        if layout.key_indices is not None:
+            keys = torch.empty_like(keys).index_copy_(0, layout.key_indices, keys)
         return layout.end <= layout.start, keys
 
     return layout.derive("unseen queries and keys", find) if layout.packed else (None, None)

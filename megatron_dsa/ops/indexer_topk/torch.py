@@ -81,7 +81,7 @@ def put(
     columns: torch.Tensor | None,
     seen: Seen,
     first: int,
-    key_rows: torch.Tensor | None,
+    key_indices: torch.Tensor | None,
 ) -> None:
     """Write the selection of a block as key indices, in one launch on a GPU.
 
@@ -90,21 +90,21 @@ def put(
         columns: int32 ``[tokens, K]``, selected columns of the block, then -1; ignored for queries
             with at most ``K`` visible keys, which select all; ``None`` if all queries do.
         first: slot of the block's first column.
-        key_rows: int64, slot -> key index, or ``None`` for the identity.
+        key_indices: int64, slot -> key index, or ``None`` for the identity.
     """
     topk = out.shape[1]
     if out.is_cuda and topk and has_triton():
         from megatron_dsa.ops.indexer_topk.triton import put as fused
 
-        fused(out, columns, seen, first, key_rows)
+        fused(out, columns, seen, first, key_indices)
         return
     found = seen.first(topk)
     if columns is not None:
         few = (seen.end - seen.start <= topk)[:, None]
         found = torch.where(few, found, columns, out=columns)
     slots = torch.where(found < 0, found, found + first)
-    if key_rows is not None:
-        rows = key_rows[slots.clamp_min(0).long()].to(slots.dtype)
+    if key_indices is not None:
+        rows = key_indices[slots.clamp_min(0).long()].to(slots.dtype)
         slots = torch.where(slots < 0, slots, rows)
     out.copy_(slots)
 

@@ -52,8 +52,8 @@ def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.T
     return out, scales
 
 
-@triton.jit(do_not_specialize=["first", "topk", "stride", "key_rows"])
-def _put(out, columns, start, end, key_rows, first, topk, stride, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["first", "topk", "stride", "key_indices"])
+def _put(out, columns, start, end, key_indices, first, topk, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < topk
@@ -63,8 +63,8 @@ def _put(out, columns, start, end, key_rows, first, topk, stride, BLOCK: tl.cons
         given = tl.load(columns + row * topk + entry, mask=inside, other=-1)
         column = tl.where(stop - begin > topk, given, column)
     key = column + first
-    if key_rows is not None:
-        key = tl.load(key_rows + key, mask=inside & (column >= 0), other=0).to(tl.int32)
+    if key_indices is not None:
+        key = tl.load(key_indices + key, mask=inside & (column >= 0), other=0).to(tl.int32)
     tl.store(out + row * stride + entry, tl.where(column < 0, -1, key), mask=inside)
 
 
@@ -73,14 +73,14 @@ def put(
     columns: torch.Tensor | None,
     seen: Seen,
     first: int,
-    key_rows: torch.Tensor | None,
+    key_indices: torch.Tensor | None,
 ) -> None:
     (tokens, topk), block = out.shape, 1024
     if out.numel():
         columns = None if columns is None else columns.contiguous()
         launch(
             _put, (tokens, ceil_div(topk, block)),
-            out, columns, seen.start, seen.end, key_rows, first, topk, out.stride(0), BLOCK=block,
+            out, columns, seen.start, seen.end, key_indices, first, topk, out.stride(0), BLOCK=block,
         )  # fmt: skip
 
 

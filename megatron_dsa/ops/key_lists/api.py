@@ -118,7 +118,7 @@ class KeyLists:
             start=start,
             end=end,
             window=self.window,
-            key_rows=self._key_rows,
+            key_indices=self._key_indices,
             offset=self.offset,
             selected=selected,
             selected_length=length,
@@ -129,8 +129,8 @@ class KeyLists:
         return KEY_LISTS.run(self._call(), policy, inputs)
 
     @property
-    def _key_rows(self) -> torch.Tensor | None:
-        return self.layout.key_rows if self.held is None else self.held
+    def _key_indices(self) -> torch.Tensor | None:
+        return self.layout.key_indices if self.held is None else self.held
 
     def _call(self) -> OpCall:
         device = self.layout.start.device
@@ -142,7 +142,7 @@ class KeyLists:
             start=part_of(self.layout.start, tokens),
             end=part_of(self.layout.end, tokens),
             window=self.window,
-            key_rows=self._key_rows,
+            key_indices=self._key_indices,
             offset=self.offset,
             selected=None if self.selected is None else part_of(self.selected, tokens),
             selected_length=(

@@ -21,7 +21,7 @@ class ListInputs:
     and ``length`` int32 ``[tokens]``. Tensors may be slices with step 1.
 
     Attributes:
-        key_rows: int64 ``[slots]``, slot -> key index past ``offset``; ``None``: identity.
+        key_indices: int64 ``[slots]``, slot -> key index past ``offset``; ``None``: identity.
         selected_length: ``None``: count the entries of ``selected`` that are not negative.
         group_start, group_end: int32 ``[tokens]``: without ``selected``, lists have all compressed
             slots ``[group_start, group_end)``; both ``None``: no compressed keys.
@@ -30,7 +30,7 @@ class ListInputs:
     start: torch.Tensor
     end: torch.Tensor
     window: int
-    key_rows: torch.Tensor | None
+    key_indices: torch.Tensor | None
     offset: int
     selected: torch.Tensor | None
     selected_length: torch.Tensor | None
@@ -75,8 +75,8 @@ def plain_lists(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
             slots = []
         start, end = int(inputs.start[token]), int(inputs.end[token])
         near = list(range(start, end))[max(0, end - start - min(inputs.window, inputs.width)) :]
-        if inputs.key_rows is not None:
-            near = [int(inputs.key_rows[slot]) for slot in near]
+        if inputs.key_indices is not None:
+            near = [int(inputs.key_indices[slot]) for slot in near]
         slots = slots[: inputs.width - len(near)]
         entries = slots + [inputs.offset + slot for slot in near]
         indices[token, : len(entries)] = torch.tensor(entries, dtype=torch.int32)

@@ -23,8 +23,8 @@ def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
     column = torch.arange(width, dtype=torch.int32, device=start.device)
     slot = column + (end - length)[:, None]  # list entry ``count + j`` is slot ``end - near + j``
-    if inputs.key_rows is not None and inputs.key_rows.numel() > 0:
-        slot = inputs.key_rows[slot.clamp(0, inputs.key_rows.shape[0] - 1)]
+    if inputs.key_indices is not None and inputs.key_indices.numel() > 0:
+        slot = inputs.key_indices[slot.clamp(0, inputs.key_indices.shape[0] - 1)]
     indices = torch.where(column < length[:, None], slot + inputs.offset, -1).int()
     if selected is not None:
         columns = min(width, selected.shape[1])

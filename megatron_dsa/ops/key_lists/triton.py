@@ -12,14 +12,14 @@ from megatron_dsa.ops.key_lists.spec import ListInputs
 
 # Varying sizes must not trigger recompilation.
 _ARGUMENTS = [
-    "start", "end", "key_rows", "selected", "selected_length", "group_start", "group_end",
+    "start", "end", "key_indices", "selected", "selected_length", "group_start", "group_end",
     "indices", "length", "rows", "window", "offset", "topk", "stride", "width",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS)
 def _build(
-    start, end, key_rows, selected, selected_length, group_start, group_end, indices, length,
+    start, end, key_indices, selected, selected_length, group_start, group_end, indices, length,
     rows, window, offset, topk, stride, width, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -52,8 +52,8 @@ def _build(
         compressed = column < count[:, None]
         used = column < total[:, None]
         slot = column + shift[:, None]
-        if key_rows is not None:
-            slot = tl.load(key_rows + slot, mask=used & (column >= count[:, None]), other=-1)
+        if key_indices is not None:
+            slot = tl.load(key_indices + slot, mask=used & (column >= count[:, None]), other=-1)
             slot = slot.to(tl.int32)
         if selected is not None:
             group = tl.load(selected + at_selected + column, mask=compressed, other=-1)
@@ -78,7 +78,7 @@ def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
     if rows > 0:
         launch(
             _build, (ceil_div(rows, 16),),
-            _dense(inputs.start), _dense(inputs.end), _dense(inputs.key_rows), selected,
+            _dense(inputs.start), _dense(inputs.end), _dense(inputs.key_indices), selected,
             _dense(inputs.selected_length), _dense(inputs.group_start),
             _dense(inputs.group_end), indices, length, rows, inputs.window, inputs.offset, topk,
             stride, width, BLOCK_R=16, BLOCK_C=128,

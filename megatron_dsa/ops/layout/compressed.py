@@ -82,7 +82,7 @@ def visible_groups(layout: Layout, ratio: int) -> Layout:
         num_keys=elements * per_element,
         start=first.int(),
         end=(first + (layout.end - layout.start) // ratio).int(),
-        key_rows=None,
+        key_indices=None,
         query_ranges=tuple(
             dataclasses.replace(
                 query_range,

@@ -155,7 +155,7 @@ class Layout:
         num_keys: number of keys, and slots, of the key buffer.
         start, end: int32 ``[num_queries]``, range of the slots visible to a query.
         position: int64 ``[num_queries]``, position in the sequence for rope.
-        key_rows: int64 ``[num_keys]``, slot -> index in the key buffer, ``None`` for the identity.
+        key_indices: int64 ``[num_keys]``, slot -> index in the key buffer, ``None`` for the identity.
         real: bool ``[num_queries]``, ``False`` for padding; ``None`` if not :attr:`packed`.
         query_ranges: host-side bounds that cover every query token exactly once.
         max_length: host-side upper bound of the number of slots visible to a query.
@@ -173,7 +173,7 @@ class Layout:
     start: torch.Tensor
     end: torch.Tensor
     position: torch.Tensor
-    key_rows: torch.Tensor | None
+    key_indices: torch.Tensor | None
     real: torch.Tensor | None
     query_ranges: tuple[QueryRange, ...]
     max_length: int
@@ -193,8 +193,8 @@ class Layout:
         require_tensor("start", self.start, queries, (torch.int32,), fix=fix)
         require_tensor("end", self.end, queries, (torch.int32,), self.start, fix)
         require_tensor("position", self.position, queries, (torch.int64,), self.start, fix)
-        if self.key_rows is not None:
-            require_tensor("key_rows", self.key_rows, keys, (torch.int64,), self.start, fix)
+        if self.key_indices is not None:
+            require_tensor("key_indices", self.key_indices, keys, (torch.int64,), self.start, fix)
         if self.real is not None:
             require_tensor("real", self.real, queries, (torch.bool,), self.start, fix)
         covered = sum(len(query_range) for query_range in self.query_ranges)
@@ -264,21 +264,21 @@ class Layout:
 
     def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
         """Return ``keys [num_keys, ...]`` in slot order."""
-        return keys if self.key_rows is None else keys.index_select(0, self.key_rows)
+        return keys if self.key_indices is None else keys.index_select(0, self.key_indices)
 
-    def slots_of_key_rows(self) -> torch.Tensor:
+    def slots_of_keys(self) -> torch.Tensor:
         def slots() -> torch.Tensor:
             slots = torch.arange(self.num_keys, device=self.start.device)
-            if self.key_rows is None:
+            if self.key_indices is None:
                 return slots
-            return torch.empty_like(slots).index_copy_(0, self.key_rows, slots)
+            return torch.empty_like(slots).index_copy_(0, self.key_indices, slots)
 
         return self.derive("slots", slots)
 
-    def to_key_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        if self.key_rows is None:
+    def to_key_indices(self, slots: torch.Tensor) -> torch.Tensor:
+        if self.key_indices is None:
             return slots
-        rows = self.key_rows[slots.clamp_min(0).long()].to(slots.dtype)
+        rows = self.key_indices[slots.clamp_min(0).long()].to(slots.dtype)
         return torch.where(slots < 0, slots, rows)
 
     def blocks(
@@ -340,7 +340,7 @@ def bshd_layout(seq_length: int, batch: int, device: torch.device) -> Layout:
         start=start.int(),
         end=(start + position + 1).int(),
         position=position,
-        key_rows=None if batch == 1 else token % seq_length * batch + token // seq_length,
+        key_indices=None if batch == 1 else token % seq_length * batch + token // seq_length,
         real=None,
         query_ranges=tuple(
             QueryRange(slice(b, count, batch), b * seq_length, 0, seq_length, count)
@@ -395,7 +395,7 @@ def packed_layout(
         end=end.int(),
         # Positions of padding must be inside the rope table.
         position=torch.where(inside, position, 0).clamp_max(max(max_length - 1, 0)),
-        key_rows=None,
+        key_indices=None,
         real=real,
         query_ranges=(QueryRange(slice(0, tokens, 1), 0, 0, max_length, tokens),),
         max_length=max_length,

@@ -51,7 +51,7 @@ class KeyPools:
         torch.where(column[: most * size] < pooled, tokens.view(queries, -1), part, out=part)
         length = pooled + tail
         indices.masked_fill_(column >= length, -1)
-        return self.layout.to_key_rows(indices), length.squeeze(1)
+        return self.layout.to_key_indices(indices), length.squeeze(1)
 
     def of_lists(
         self,
@@ -72,8 +72,8 @@ class KeyPools:
         column = torch.arange(most, dtype=torch.int32, device=indices.device)
         absent = column >= count[:, None]
         leading = indices[:, : most * size : size]
-        if self.layout.key_rows is not None:
-            leading = self.layout.slots_of_key_rows()[leading.clamp_min(0).long()]
+        if self.layout.key_indices is not None:
+            leading = self.layout.slots_of_keys()[leading.clamp_min(0).long()]
         pools = ((leading - start) // size + first).masked_fill_(absent, -1)
         of_pools = mass[:, : most * size].unflatten(1, (most, size)).sum(-1)
         return pools.int(), count, of_pools.masked_fill_(absent, 0.0)

@@ -82,7 +82,7 @@ def validate_indices(
             )
 
 
-def positions_to_rows(
+def positions_to_indices(
     positions: torch.Tensor,
     keys: Layout,
     topk: int,
@@ -119,7 +119,7 @@ def positions_to_rows(
         # Skip invalid positions, which the check below reports.
         valid = ordered < seen[:, None]
         slots = torch.where(valid, ordered + keys.start[tokens, None], -1)
-        indices[tokens, :width] = keys.to_key_rows(slots)
+        indices[tokens, :width] = keys.to_key_indices(slots)
         length[tokens] = valid.sum(-1, dtype=torch.int32)
     advice = "megatron_dsa.ops.layout.positions.validate_indices says which and where"
     rules = "; ".join(RULES[r] for r in list(RULES)[:4])
@@ -130,14 +130,14 @@ def positions_to_rows(
     return indices, length
 
 
-def rows_to_positions(
+def indices_to_positions(
     indices: torch.Tensor, keys: Layout, *, workspace_bytes: int = 2**28
 ) -> torch.Tensor:
     """Convert indices into the key buffer to positions, int32 ``[num_queries, K]``."""
     shape, fix = (keys.num_queries, "K"), "give one list per query token"
     require_tensor("indices", indices, shape, (torch.int32,), keys.start, fix)
     out = torch.empty_like(indices)
-    slots_of = keys.slots_of_key_rows()
+    slots_of = keys.slots_of_keys()
     for tokens in _blocks(indices, workspace_bytes):
         given = indices[tokens]
         slots = slots_of[given.clamp_min(0).long()].int()
@@ -145,7 +145,7 @@ def rows_to_positions(
     return out
 
 
-def local_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str) -> torch.Tensor:
+def local_part(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str) -> torch.Tensor:
     """Return the part of ``indices`` for this rank's queries."""
     total = layout.all_tokens.num_queries
     device = layout.start.device

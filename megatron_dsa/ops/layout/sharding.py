@@ -170,10 +170,10 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
     local = keys.of(sharding)
     element = torch.arange(batch, device=local.device)
     tokens = (local[:, None] * batch + element).flatten()
-    key_rows = torch.zeros(layout.num_keys, dtype=torch.int64, device=local.device)
+    key_indices = torch.zeros(layout.num_keys, dtype=torch.int64, device=local.device)
     slots = element * (layout.num_keys // batch) + global_positions.flatten()[:, None]
-    key_rows[slots.flatten()] = torch.arange(layout.num_keys, device=local.device)
-    return _of_tokens(layout, tokens, _query_ranges(layout, sharding, keys), key_rows, keys)
+    key_indices[slots.flatten()] = torch.arange(layout.num_keys, device=local.device)
+    return _of_tokens(layout, tokens, _query_ranges(layout, sharding, keys), key_indices, keys)
 
 
 def run_layout(layout: Layout, first: int, length: int) -> Layout:
@@ -182,11 +182,11 @@ def run_layout(layout: Layout, first: int, length: int) -> Layout:
     assert keys is not None
     tokens = slice(first * keys.batch, (first + length) * keys.batch)
     query_ranges = _chunk_ranges(global_layout, [(first, length)], keys.batch)
-    return _of_tokens(global_layout, tokens, query_ranges, layout.key_rows, keys)
+    return _of_tokens(global_layout, tokens, query_ranges, layout.key_indices, keys)
 
 
 def _of_tokens(
-    layout: Layout, tokens: torch.Tensor | slice, query_ranges, key_rows, keys: KeyOwnership
+    layout: Layout, tokens: torch.Tensor | slice, query_ranges, key_indices, keys: KeyOwnership
 ) -> Layout:
     start = layout.start[tokens]
     return dataclasses.replace(
@@ -195,7 +195,7 @@ def _of_tokens(
         start=start,
         end=layout.end[tokens],
         position=layout.position[tokens],
-        key_rows=key_rows,
+        key_indices=key_indices,
         real=None if layout.real is None else layout.real[tokens],
         query_ranges=tuple(query_ranges),
         global_layout=layout,

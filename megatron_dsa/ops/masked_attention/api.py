@@ -87,7 +87,7 @@ def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
     """
 
     def compute() -> torch.Tensor:
-        slots = None if layout.key_rows is None else layout.slots_of_key_rows().int()
+        slots = None if layout.key_indices is None else layout.slots_of_keys().int()
         inputs = VisibleBitsInputs(
             layout.start, layout.end, slots, layout.num_keys, policy.workspace_bytes
         )

@@ -62,7 +62,7 @@ def seen(layout):
     slots = torch.arange(layout.num_keys, device=layout.start.device)
     covers = (slots >= layout.start[:, None]) & (slots < layout.end[:, None])
     keys = torch.zeros_like(covers[0])
-    keys[layout.to_key_rows(slots.int()).long()] = covers.any(0)
+    keys[layout.to_key_indices(slots.int()).long()] = covers.any(0)
     return queries, keys
 
 

@@ -84,7 +84,7 @@ def test_a_selection_may_write_where_it_belongs(monkeypatch, name, topk):
     inputs = integer_inputs(60, device="cpu")
     indices, _ = indexer_topk(inputs, layout, topk, policy=SMALL)
     assert torch.equal(indices, expected(inputs, layout, topk))
-    direct = layout.key_rows is None and layout.real is None
+    direct = layout.key_indices is None and layout.real is None
     assert direct or not given
     assert not direct or topk != 8 or given
 

@@ -33,7 +33,7 @@ def make_case(tokens, width, topk, device="cpu"):
     return columns.int().to(device), seen
 
 
-def expected(columns, seen, first, key_rows):
+def expected(columns, seen, first, key_indices):
     """The lists by plain loops."""
     lists = []
     for row, own in enumerate(columns.tolist()):
@@ -41,7 +41,9 @@ def expected(columns, seen, first, key_rows):
         if end - begin <= len(own):
             own = list(range(begin, end)) + [-1] * (len(own) - end + begin)
         slots = [x + first if x >= 0 else -1 for x in own]
-        lists.append([int(key_rows[x]) if x >= 0 and key_rows is not None else x for x in slots])
+        lists.append(
+            [int(key_indices[x]) if x >= 0 and key_indices is not None else x for x in slots]
+        )
     return torch.tensor(lists, dtype=torch.int32).view(columns.shape)
 
 
@@ -51,14 +53,14 @@ def check_put(put, tokens, width, topk, device="cpu"):
     generator = torch.Generator().manual_seed(1)
     rows = torch.randperm(width + 7, generator=generator).to(device)
     for first in (0, 7):
-        for key_rows in (None, rows):
+        for key_indices in (None, rows):
             out = torch.full((2 * tokens, topk), 99, dtype=torch.int32, device=device)
-            put(out[::2], columns.clone(), seen, first, key_rows)
-            assert torch.equal(out[::2].cpu(), expected(columns, seen, first, key_rows))
+            put(out[::2], columns.clone(), seen, first, key_indices)
+            assert torch.equal(out[::2].cpu(), expected(columns, seen, first, key_indices))
             assert (out[1::2] == 99).all()
             few = (seen.end - seen.start <= topk).cpu()
-            put(out[::2], None, seen, first, key_rows)
-            want = expected(columns, seen, first, key_rows)
+            put(out[::2], None, seen, first, key_indices)
+            want = expected(columns, seen, first, key_indices)
             assert torch.equal(out[::2].cpu()[few], want[few])
 
 

@@ -47,11 +47,11 @@ def make_inputs(kind, rows=37, window=4, topk=9, width=None, mapped=True, device
     groups = (torch.rand(rows, generator=generator) * (topk + 1)).long()
     fields = {"start": start.int(), "end": end.int()}
     fields |= compressed(kind, rows, groups, topk, generator)
-    fields["key_rows"] = torch.randperm(rows, generator=generator) if mapped else None
+    fields["key_indices"] = torch.randperm(rows, generator=generator) if mapped else None
     for name, x in fields.items():
         if x is None:
             continue
-        if name == "key_rows":
+        if name == "key_indices":
             fields[name] = x.to(device)
             continue
         wide = torch.full((rows + 3, *(n + 5 for n in x.shape[1:])), 99, dtype=torch.int32)
@@ -85,7 +85,7 @@ def test_an_example():
     inputs = make_inputs("none", rows=2)
     inputs = dataclasses.replace(
         inputs, start=torch.tensor([0, 3], dtype=torch.int32), window=3, width=6, offset=50,
-        end=torch.tensor([5, 4], dtype=torch.int32), key_rows=torch.tensor([9, 8, 7, 6, 5]),
+        end=torch.tensor([5, 4], dtype=torch.int32), key_indices=torch.tensor([9, 8, 7, 6, 5]),
         selected=torch.tensor([[4, 1, -1], [-1, -1, -1]], dtype=torch.int32),
     )  # fmt: skip
     want = torch.tensor([[4, 1, 57, 56, 55, -1], [56, -1, -1, -1, -1, -1]], dtype=torch.int32)

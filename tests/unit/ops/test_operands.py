@@ -12,7 +12,7 @@ from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
-from megatron_dsa.ops.layout.positions import positions_to_rows, rows_to_positions
+from megatron_dsa.ops.layout.positions import indices_to_positions, positions_to_indices
 from megatron_dsa.ops.layout.sharding import Sharding
 from megatron_dsa.ops.rope.api import norm_rope, rotate
 
@@ -337,10 +337,13 @@ def layout_on_meta():
 def test_positions_of_another_batch_are_refused():
     layout = packed_layout(torch.tensor([0, 6, 16], dtype=torch.int32), TOKENS)
     positions = torch.zeros(9, 3, dtype=torch.int32)
-    for call in (lambda x: positions_to_rows(x, layout, 3), lambda x: rows_to_positions(x, layout)):
+    for call in (
+        lambda x: positions_to_indices(x, layout, 3),
+        lambda x: indices_to_positions(x, layout),
+    ):
         with pytest.raises(ConfigError, match=r"indices must be \[16, K\], got shape \(9, 3\)"):
             call(positions)
         with pytest.raises(ConfigError, match="indices must have dtype int32, got int64"):
             call(torch.zeros(TOKENS, 3, dtype=torch.int64))
     with pytest.raises(ConfigError, match="indices must list at most 2 keys per query, got 3"):
-        positions_to_rows(torch.zeros(TOKENS, 3, dtype=torch.int32), layout, 2)
+        positions_to_indices(torch.zeros(TOKENS, 3, dtype=torch.int32), layout, 2)

@@ -242,7 +242,7 @@ def tile_shape(inputs: DenseLossInputs, copies: bool = False) -> tuple[tuple[int
 def tile_bytes(inputs: DenseLossInputs, heads_at_once: int, copies: bool = False) -> TileBytes:
     x, q, k = inputs.indexer, inputs.q, inputs.k
     (index_heads, index_dim), (heads, dim) = x.q.shape[1:], q.shape[1:]
-    item, gathers = q.element_size(), inputs.layout.key_rows is not None
+    item, gathers = q.element_size(), inputs.layout.key_indices is not None
     # Temporaries per pair: one or two teachers, score gradients, partial key gradients.
     pair = 4 * (1 if inputs.head_group is None else 2) + item + 4 * index_dim // 64
     row = index_heads * index_dim * 4 + 6 * heads * 4

@@ -11,7 +11,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
 from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.dispatch import report, reset_report
-from megatron_dsa.ops.layout.positions import positions_to_rows
+from megatron_dsa.ops.layout.positions import positions_to_indices
 from tests.cases.layouts import shuffled
 from tests.cases.models import CORE, MODELS, SELECTING, forward, full, gpt
 from tests.host import attention_module, hidden_like, packed, small_config, start
@@ -93,7 +93,7 @@ def test_given_keys_are_attended_to_and_taught(kind, recompute, coefficient, mon
         width = core.config.dsa_indexer_topk
         keys = layout if compressed is None else compressed.layout
         place = calls.setdefault((in_backward(), id(current[-1])), iter(lists))
-        return positions_to_rows(next(place), keys, width)
+        return positions_to_indices(next(place), keys, width)
 
     monkeypatch.setattr(CoreAttention, "topk", instead)
     for core in (m for m in model.modules() if getattr(m, "selects", False)):

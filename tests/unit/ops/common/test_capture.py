@@ -66,12 +66,12 @@ def test_a_layout_outside_of_a_graph_keeps_nothing_of_one(graph):
     eager = layout.packed_layout(torch.tensor([0, 3, 8], dtype=torch.int32), 8)
     graph["on"] = True
     inside = layout.packed_layout(torch.tensor([0, 3, 8], dtype=torch.int32), 8)
-    assert eager.slots_of_key_rows() is not eager.slots_of_key_rows()
-    assert inside.slots_of_key_rows() is inside.slots_of_key_rows()
+    assert eager.slots_of_keys() is not eager.slots_of_keys()
+    assert inside.slots_of_keys() is inside.slots_of_keys()
     graph["on"] = False
-    kept = eager.slots_of_key_rows()
+    kept = eager.slots_of_keys()
     graph["on"] = True
-    assert eager.slots_of_key_rows() is kept
+    assert eager.slots_of_keys() is kept
 
 
 def test_a_graph_makes_the_layout_of_packed_sequences_itself(graph):

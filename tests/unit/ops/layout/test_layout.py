@@ -15,7 +15,7 @@ def seen_rows(layout):
     out = []
     for start, end in zip(layout.start.tolist(), layout.end.tolist(), strict=True):
         slots = torch.arange(start, end, dtype=torch.int32)
-        out.append(set(layout.to_key_rows(slots).tolist()))
+        out.append(set(layout.to_key_indices(slots).tolist()))
     return out
 
 
@@ -27,7 +27,7 @@ def seen_rows_by_blocks(layout, rows_at_once):
     for block in layout.blocks(lambda width: rows_at_once):
         rows = range(layout.num_queries)[block.tokens]
         slots = torch.arange(block.lo, block.hi, dtype=torch.int32)
-        keys = layout.to_key_rows(slots)
+        keys = layout.to_key_indices(slots)
         for row, mask in zip(rows, layout.seen(block).columns(block.width), strict=True):
             assert out[row] is None
             out[row] = set(keys[mask].tolist())

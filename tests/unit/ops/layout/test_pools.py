@@ -34,7 +34,7 @@ def documents(layout):
     padding.
     """
     for start, end in zip(layout.start.tolist(), layout.end.tolist(), strict=True):
-        yield layout.to_key_rows(torch.arange(start, end, dtype=torch.int32)).tolist()
+        yield layout.to_key_indices(torch.arange(start, end, dtype=torch.int32)).tolist()
 
 
 def random_selection(pools, most, seed=0):

@@ -8,9 +8,9 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import packed_layout
 from megatron_dsa.ops.layout.positions import (
-    local_rows,
-    positions_to_rows,
-    rows_to_positions,
+    indices_to_positions,
+    local_part,
+    positions_to_indices,
     validate_indices,
 )
 from tests.cases.layouts import LAYOUTS, SPREADS, indexer_inputs, layouts, sequence_places, shuffled
@@ -28,23 +28,23 @@ def test_positions_lead_back_to_the_selection(name, sharding, ratio):
         keys = layout if ratio == 1 else compressed_keys(layout, ratio).layout
         inputs = indexer_inputs(layout, keys.num_keys)
         indices, length = indexer_topk(inputs, keys, 3)
-        positions = rows_to_positions(indices, keys, workspace_bytes=2000)
+        positions = indices_to_positions(indices, keys, workspace_bytes=2000)
         validate_indices(positions, keys, topk=3, ascending=True, workspace_bytes=3000)
         for row, (_, position, real) in enumerate(sequence_places(layout)):
             listed = [x for x in positions[row].tolist() if x >= 0]
             assert len(listed) == (min(3, (position + 1) // ratio) if real else 0)
             assert all(x < (position + 1) // ratio for x in listed)
-        given = positions_to_rows(shuffled(positions), keys, 5, workspace_bytes=2000)
+        given = positions_to_indices(shuffled(positions), keys, 5, workspace_bytes=2000)
         assert given[0][:, :3].equal(indices) and given[0][:, 3:].eq(-1).all()
         assert given[1].equal(length) and given[1].dtype == torch.int32
         # A rank takes its tokens of all ranks'.
         rows = torch.arange(alone.num_queries, device=start())
-        own = local_rows(rows[:, None], layout, queries, "rows")[:, 0]
+        own = local_part(rows[:, None], layout, queries, "rows")[:, 0]
         assert alone.position[own].equal(layout.position) and alone.start[own].equal(layout.start)
         whole[own] = positions
     one = alone if ratio == 1 else compressed_keys(alone, ratio).layout
     indices, _ = indexer_topk(indexer_inputs(alone, one.num_keys), one, 3)
-    assert whole.equal(rows_to_positions(indices, one))
+    assert whole.equal(indices_to_positions(indices, one))
 
 
 def good():
@@ -76,12 +76,12 @@ def test_broken_rules_are_named(rule):
     change, message = BROKEN[rule]
     lists, layout = good()
     validate_indices(lists, layout, topk=3)
-    positions_to_rows(lists, layout, 3)
+    positions_to_indices(lists, layout, 3)
     change(lists)
     with pytest.raises(ConfigError, match="given: .*" + message):
         validate_indices(lists, layout, name="given", workspace_bytes=500)
     with pytest.raises(ConfigError, match=r"given: one of these rules .*validate_indices"):
-        positions_to_rows(lists, layout, 3, name="given", workspace_bytes=500)
+        positions_to_indices(lists, layout, 3, name="given", workspace_bytes=500)
 
 
 def test_the_device_is_told_who_says_more(monkeypatch):
@@ -90,16 +90,16 @@ def test_the_device_is_told_who_says_more(monkeypatch):
     said = []
     monkeypatch.setattr(positions, "require_values", lambda rules, summary: said.append(summary))
     lists, layout = good()
-    positions_to_rows(lists, layout, 3, name="x" * 400)
+    positions_to_indices(lists, layout, 3, name="x" * 400)
     assert "validate_indices says which and where" in said[0][:150]
 
 
 def test_rows_of_padding_are_not_read():
     lists, layout = good()
-    expected = positions_to_rows(lists, layout, 3)
+    expected = positions_to_indices(lists, layout, 3)
     lists[11:] = 77
     validate_indices(lists, layout)
-    for got, want in zip(positions_to_rows(lists, layout, 3), expected, strict=True):
+    for got, want in zip(positions_to_indices(lists, layout, 3), expected, strict=True):
         assert got.equal(want)
 
 

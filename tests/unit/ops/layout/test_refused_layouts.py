@@ -161,7 +161,7 @@ def test_values_are_not_asked_for_on_the_meta_device():
         ({"start": torch.full((8,), -1).int()}, "start and end must be ranges of slots"),
         ({"start": torch.full((8,), 5).int()}, "start and end must be ranges of slots"),
         ({"position": torch.arange(9)}, r"position must be \[8\]"),
-        ({"key_rows": torch.arange(7)}, r"key_rows must be \[8\], got shape \(7,\)"),
+        ({"key_indices": torch.arange(7)}, r"key_indices must be \[8\], got shape \(7,\)"),
         ({"real": torch.ones(8)}, "real must have dtype bool, got float32"),
         (
             {"query_ranges": (QueryRange(slice(0, 7, 1), 0, 0, 8, 8),)},

@@ -59,9 +59,9 @@ def test_layout_of_a_rank(cp, sp, kind, cp_layout, by_sequence):
         assert layout.start.equal(whole.start[rows]) and layout.end.equal(whole.end[rows])
         assert layout.position.equal(whole.position[rows])
         for place, e in itertools.product(range(TOTAL), range(batch)):
-            row = e * TOTAL + place if layout.key_rows is None else None
-            row = int(layout.key_rows[e * TOTAL + place]) if row is None else row
-            assert layout.key_rows is None or row == stored.index(place) * batch + e
+            row = e * TOTAL + place if layout.key_indices is None else None
+            row = int(layout.key_indices[e * TOTAL + place]) if row is None else row
+            assert layout.key_indices is None or row == stored.index(place) * batch + e
         assert layout.real_tokens() == whole.real_tokens()
         for ratio in (0, 4, 7):
             seen = compressed_keys(layout, ratio, ratio == 4).layout if ratio else layout
