@@ -40,8 +40,8 @@ def compress(
         ConfigError: shapes or dtypes do not fit, or keys are of another batch.
     """
     require(
-        values.shape[:1] == (keys.pooled_rows,),
-        f"values must have the {keys.pooled_rows} tokens that keys describe, got shape "
+        values.shape[:1] == (keys.pooled_tokens,),
+        f"values must have the {keys.pooled_tokens} tokens that keys describe, got shape "
         f"{tuple(values.shape)}: make keys for the batch of these tensors",
     )
     inputs = CompressorInputs(

@@ -40,9 +40,9 @@ COMPRESSOR = Operation(
 class CompressorInputs:
     """Inputs of compressor pooling.
 
-    Group ``g`` pools the tokens ``first_row + i * row_step``, ``0 <= i < ratio``, in the *last*
+    Group ``g`` pools the tokens ``first_token + i * token_step``, ``0 <= i < ratio``, in the *last*
     ``d`` channels of ``values`` and of ``scores + ape[i]``, and with overlap, if ``position[g] >
-    0``, the tokens ``first_row + (i - ratio) * row_step`` in the *first* ``d``. Channels whose
+    0``, the tokens ``first_token + (i - ratio) * token_step`` in the *first* ``d``. Channels whose
     scores are all ``-inf`` give 0. Tokens in no group are never read.
     """
 
@@ -78,17 +78,17 @@ class CompressorInputs:
         )
         shape, dtypes = (self.ratio, values.shape[1]), (accumulation_dtype(values.dtype),)
         require_tensor("ape", self.ape, shape, dtypes, values, "pass the ape of this layer's ratio")
-        shapes = tuple(groups.first_row.shape), tuple(groups.position.shape)
+        shapes = tuple(groups.first_token.shape), tuple(groups.position.shape)
         require(
             len(shapes[0]) == 1 and shapes[0] == shapes[1],
-            "groups.first_row and groups.position must be 1-dimensional and of one length, got "
+            "groups.first_token and groups.position must be 1-dimensional and of one length, got "
             f"{shapes[0]} and {shapes[1]}: give both one entry per slot",
         )
         slots = shapes[0][0]
         require(
-            groups.row_step >= 1 and slots % groups.row_step == 0,
-            "groups.row_step must be positive and divide the number of slots (every batch "
-            f"element has equally many), got {groups.row_step} for {slots} slots: pass the "
+            groups.token_step >= 1 and slots % groups.token_step == 0,
+            "groups.token_step must be positive and divide the number of slots (every batch "
+            f"element has equally many), got {groups.token_step} for {slots} slots: pass the "
             "micro-batch size",
         )
 
@@ -97,8 +97,8 @@ def fake(candidate: Candidate, inputs: CompressorInputs) -> torch.Tensor:
     groups = inputs.groups
 
     def forward(values, scores, ape):
-        pooled = values.new_empty(groups.first_row.shape[0], inputs.dim)
-        return (pooled,), (values, scores, ape, groups.first_row, groups.position)
+        pooled = values.new_empty(groups.first_token.shape[0], inputs.dim)
+        return (pooled,), (values, scores, ape, groups.first_token, groups.position)
 
     def backward(values, scores, ape, *_groups):
         return torch.empty_like(values), torch.empty_like(scores), torch.empty_like(ape)
@@ -113,12 +113,14 @@ def reference(inputs: CompressorInputs) -> torch.Tensor:
     last, first_half = slice(inputs.values.shape[1] - dim, None), slice(0, dim)
     dtype = torch.promote_types(inputs.values.dtype, torch.float32)
     pooled = []
-    for first, position in zip(groups.first_row.tolist(), groups.position.tolist(), strict=True):
+    for first, position in zip(groups.first_token.tolist(), groups.position.tolist(), strict=True):
         taken = []
         if first >= 0:
-            taken += [(first + i * groups.row_step, i, last) for i in range(ratio)]
+            taken += [(first + i * groups.token_step, i, last) for i in range(ratio)]
         if first >= 0 and inputs.overlap and position > 0:
-            taken += [(first + (i - ratio) * groups.row_step, i, first_half) for i in range(ratio)]
+            taken += [
+                (first + (i - ratio) * groups.token_step, i, first_half) for i in range(ratio)
+            ]
         if not taken:
             pooled.append(inputs.values.new_zeros(dim))
             continue

@@ -19,7 +19,7 @@ def _chunks(inputs: CompressorInputs):
     acc = accumulation_dtype(inputs.values.dtype).itemsize
     # Temporary bytes: values, scores, probabilities, both gradients, torch's intermediates.
     slots = items_within(inputs.workspace_bytes, positions * (inputs.dim * 8 * acc + 32))
-    return slices(inputs.groups.first_row.shape[0], slots)
+    return slices(inputs.groups.first_token.shape[0], slots)
 
 
 def _parts(inputs: CompressorInputs, slots: slice):
@@ -28,14 +28,14 @@ def _parts(inputs: CompressorInputs, slots: slice):
     Unused entries index token 0, which must not affect results.
     """
     groups, width = inputs.groups, inputs.values.shape[1]
-    first = groups.first_row[slots].long()[:, None]
+    first = groups.first_token[slots].long()[:, None]
     position = torch.arange(inputs.ratio, device=first.device)
     used = (first >= 0).expand(-1, inputs.ratio)
-    tokens = first + position * groups.row_step
+    tokens = first + position * groups.token_step
     yield slice(width - inputs.dim, width), torch.where(used, tokens, 0), used
     if inputs.overlap:
         used = used & (groups.position[slots] > 0)[:, None]
-        tokens = tokens - inputs.ratio * groups.row_step
+        tokens = tokens - inputs.ratio * groups.token_step
         yield slice(0, inputs.dim), torch.where(used, tokens, 0), used
 
 
@@ -62,9 +62,9 @@ class _Compress(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, scores, ape, inputs):
         groups = inputs.groups
-        ctx.save_for_backward(values, scores, ape, groups.first_row, groups.position)
-        ctx.rest = (groups.row_step, inputs.ratio, inputs.overlap, inputs.workspace_bytes)
-        pooled = values.new_zeros(groups.first_row.shape[0], inputs.dim)
+        ctx.save_for_backward(values, scores, ape, groups.first_token, groups.position)
+        ctx.rest = (groups.token_step, inputs.ratio, inputs.overlap, inputs.workspace_bytes)
+        pooled = values.new_zeros(groups.first_token.shape[0], inputs.dim)
         if values.shape[0] == 0:
             return pooled
         for slots in _chunks(inputs):
@@ -75,9 +75,9 @@ class _Compress(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dpooled):
-        values, scores, ape, first_row, position = ctx.saved_tensors
-        row_step, *rest = ctx.rest
-        groups = Groups(first_row, position, row_step)
+        values, scores, ape, first_token, position = ctx.saved_tensors
+        token_step, *rest = ctx.rest
+        groups = Groups(first_token, position, token_step)
         inputs = CompressorInputs(values, scores, ape, groups, *rest)
         dvalues = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
         dscores, dape = torch.zeros_like(dvalues), torch.zeros_like(ape)

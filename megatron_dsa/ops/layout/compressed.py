@@ -24,14 +24,14 @@ class Groups:
     Without packing, each batch element has an equal number of consecutive slots.
 
     Attributes:
-        first_row: int32 ``[G]``, index of the group's first token, or -1 for an empty slot.
+        first_token: int32 ``[G]``, index of the group's first token, or -1 for an empty slot.
         position: int64 ``[G]``, position of that token; 0 if there is no previous group.
-        row_step: index distance of consecutive positions, 1 if packed, else the batch size.
+        token_step: index distance of consecutive positions, 1 if packed, else the batch size.
     """
 
-    first_row: torch.Tensor
+    first_token: torch.Tensor
     position: torch.Tensor
-    row_step: int
+    token_step: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +57,10 @@ class CompressedKeys:
         return self.layout.num_keys
 
     @property
-    def pooled_rows(self) -> int:
+    def pooled_tokens(self) -> int:
         if self.halo is None:
             return self.layout.num_queries
-        return self.halo.length * self.groups.row_step
+        return self.halo.length * self.groups.token_step
 
 
 def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> CompressedKeys:
@@ -169,12 +169,12 @@ def _groups(
     slot = first % step * per_element + first.div(step * ratio, rounding_mode="floor")
     # Tokens that complete no group write to a spare slot.
     spare = step * per_element
-    first_row = torch.full((spare + 1,), -1, dtype=torch.int32, device=rows.device)
+    first_token = torch.full((spare + 1,), -1, dtype=torch.int32, device=rows.device)
     begins = torch.zeros(spare + 1, dtype=torch.int64, device=rows.device)
     if alone is not None:
         goal = torch.where(completes & alone & (position >= 2 * ratio - 1), slot - 1, spare)
-        first_row.scatter_(0, goal, (first - ratio * step).int())
+        first_token.scatter_(0, goal, (first - ratio * step).int())
     goal = torch.where(completes, slot, spare)
-    first_row.scatter_(0, goal, first.int())
+    first_token.scatter_(0, goal, first.int())
     begins.scatter_(0, goal, position - (ratio - 1))
-    return Groups(first_row[:-1], begins[:-1], step)
+    return Groups(first_token[:-1], begins[:-1], step)

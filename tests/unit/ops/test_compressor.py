@@ -49,9 +49,9 @@ def batch_groups(seq_length, batch, ratio):
 def covered(rows, groups, ratio):
     """Return bool ``[tokens]``: tokens in a group."""
     inside = torch.zeros(rows, dtype=torch.bool)
-    for first in groups.first_row.tolist():
+    for first in groups.first_token.tolist():
         if first >= 0:
-            inside[first : first + ratio * groups.row_step : groups.row_step] = True
+            inside[first : first + ratio * groups.token_step : groups.token_step] = True
     return inside
 
 
@@ -87,7 +87,7 @@ def make_inputs(
     values, scores = both.to(device, dtype).requires_grad_().split(width, 1)
     accumulation = torch.float64 if dtype == torch.float64 else torch.float32
     ape = leaf(ratio, width, seed=1, device=device, dtype=accumulation)
-    groups = Groups(groups.first_row.to(device), groups.position.to(device), groups.row_step)
+    groups = Groups(groups.first_token.to(device), groups.position.to(device), groups.token_step)
     return CompressorInputs(values, scores, ape, groups, ratio, overlap, LARGE)
 
 
@@ -103,7 +103,7 @@ def run(compress, arguments):
     weight = leaf(*pooled.shape, seed=9, device=pooled.device, dtype=torch.bfloat16).detach()
     weight = weight.to(pooled.dtype)
     # Gradients of slots without a group are undefined.
-    weight[arguments.groups.first_row < 0] = float("nan")
+    weight[arguments.groups.first_token < 0] = float("nan")
     if not pooled.requires_grad:  # without groups there is no path to the inputs
         return [pooled] + [
             torch.zeros_like(x) for x in (arguments.values, arguments.scores, arguments.ape)
@@ -167,11 +167,11 @@ def test_bf16_sums_in_fp32():
         ({"scores": torch.zeros(8, 7)}, "scores must be"),
         ({"values": torch.zeros(8, 8).t()}, "must be contiguous"),
         ({"ape": torch.zeros(2, 8)}, "ape must be"),
-        ({"row_step": 3}, "row_step"),
+        ({"token_step": 3}, "token_step"),
     ],
 )
 def test_messages(change, message):
-    step = change.pop("row_step", 1)
+    step = change.pop("token_step", 1)
     groups = Groups(torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), step)
     kwargs = {"values": torch.zeros(8, 8), "scores": torch.zeros(8, 8), "ape": torch.zeros(4, 8)}
     kwargs |= {"groups": groups, "ratio": 4, "overlap": True, "workspace_bytes": 1} | change

@@ -16,7 +16,7 @@ _LOWEST = tl.constexpr(-1.0e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 # Varying sizes must not trigger recompilation.
-_PER_BATCH = ["first_row", "position", "groups", "row_step", "programs", "parts"]
+_PER_BATCH = ["first_token", "position", "groups", "token_step", "programs", "parts"]
 
 
 @triton.jit
@@ -26,12 +26,12 @@ def _exp_of_difference(x, y):
 
 
 @triton.jit
-def _indices(first_row, position, slot, groups):
+def _indices(first_token, position, slot, groups):
     """Return each slot's first token (or -1), and 1 or 0 for a preceding group.
 
     Prefetched int32 values stay in registers.
     """
-    first = tl.load(first_row + slot, mask=slot < groups, other=-1)
+    first = tl.load(first_token + slot, mask=slot < groups, other=-1)
     at = tl.load(position + slot, mask=slot < groups, other=0)
     return first, (at > 0).to(tl.int32)
 
@@ -65,8 +65,8 @@ def _softmax(u, s, v, t, OVERLAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=_PER_BATCH)
 def pool(
-    values, scores, ape, first_row, position, out,
-    groups, row_step, v_stride, s_stride, parts,
+    values, scores, ape, first_token, position, out,
+    groups, token_step, v_stride, s_stride, parts,
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -74,9 +74,9 @@ def pool(
     column = tl.max_contiguous(channel, VEC)[None, None, :]
     place = tl.arange(0, BLOCK_P)[None, :, None]
     inside = (place < RATIO) & (column < D)
-    shift = place * row_step.to(tl.int64)
+    shift = place * token_step.to(tl.int64)
     slot = (tl.program_id(0) // parts * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
-    first, at = _indices(first_row, position, slot, groups)
+    first, at = _indices(first_token, position, slot, groups)
     row = first.to(tl.int64)
     use = inside & (first >= 0)
     u = _tile(values, v_stride, row, shift, column + (WIDTH - D), use, 0.0)
@@ -84,7 +84,7 @@ def pool(
     s += _bias(ape, column + (WIDTH - D), inside, first, WIDTH, BLOCK_P)
     v, t = u, s
     if OVERLAP:
-        row = row - RATIO * row_step.to(tl.int64)
+        row = row - RATIO * token_step.to(tl.int64)
         use = use & (at > 0)
         v = _tile(values, v_stride, row, shift, column, use, 0.0)
         t = _tile(scores, s_stride, row, shift, column, use, float("-inf"))
@@ -110,8 +110,8 @@ def _store_gradients(
 
 @triton.jit(do_not_specialize=_PER_BATCH)
 def pool_backward(
-    values, scores, ape, first_row, position, dout, dvalues, dscores, partial,
-    groups, row_step, programs, v_stride, s_stride, parts,
+    values, scores, ape, first_token, position, dout, dvalues, dscores, partial,
+    groups, token_step, programs, v_stride, s_stride, parts,
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -120,13 +120,13 @@ def pool_backward(
     column = tl.max_contiguous(channel, VEC)[None, None, :]
     place = tl.arange(0, BLOCK_P)[None, :, None]
     inside = (place < RATIO) & (column < D)
-    shift = place * row_step.to(tl.int64)
-    group = RATIO * row_step.to(tl.int64)
+    shift = place * token_step.to(tl.int64)
+    group = RATIO * token_step.to(tl.int64)
     dape = tl.zeros([BLOCK_G, BLOCK_P, BLOCK_D], tl.float32)
     dape_previous = tl.zeros([BLOCK_G, BLOCK_P, BLOCK_D], tl.float32)
     own: tl.constexpr = WIDTH - D
     slot = (program * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
-    first, at = _indices(first_row, position, slot, groups)
+    first, at = _indices(first_token, position, slot, groups)
     # Larger num_stages spill registers and are no faster.
     for block in tl.range(program, tl.cdiv(groups, BLOCK_G), programs, num_stages=1):
         slot = (block * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
@@ -144,10 +144,10 @@ def pool_backward(
             v = _tile(values, v_stride, row - group, shift, column, use_previous, 0.0)
             t = _tile(scores, s_stride, row - group, shift, column, use_previous, float("-inf"))
             t += _bias(ape, column, inside, first, WIDTH, BLOCK_P)
-            after, at_after = _indices(first_row, position, slot + 1, groups)
+            after, at_after = _indices(first_token, position, slot + 1, groups)
             last = (after < 0) | (at_after == 0)
         # Prefetch the next group indices, on which all loads wait.
-        first, at = _indices(first_row, position, slot + programs * BLOCK_G, groups)
+        first, at = _indices(first_token, position, slot + programs * BLOCK_G, groups)
         top, total, pooled = _softmax(u, s, v, t, OVERLAP)
         scale = 1.0 / tl.where(total == 0.0, 1.0, total)
         pooled = (pooled * scale)[:, None]
@@ -189,17 +189,17 @@ def _sum_partials(
 
 @triton.jit
 def _zero_gaps(
-    dvalues, dscores, first_row, program, rows, groups, row_step,
+    dvalues, dscores, first_token, program, rows, groups, token_step,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     row = program * BLOCK_R + tl.arange(0, BLOCK_R)
-    slots = groups // row_step
-    number = row // row_step // RATIO
-    near = first_row + row % row_step * slots + number
+    slots = groups // token_step
+    number = row // token_step // RATIO
+    near = first_token + row % token_step * slots + number
     here = tl.load(near, mask=(row < rows) & (number < slots), other=-1)
     before = tl.load(near - 1, mask=(row < rows) & (number > 0) & (number <= slots), other=-1)
     # Tokens of other batch elements lie between a group's tokens.
-    span = RATIO * row_step
+    span = RATIO * token_step
     inside = (here >= 0) & (here <= row) & (row - here < span)
     inside = inside | ((before >= 0) & (row - before < span))
     gap = (row < rows) & ~inside
@@ -214,9 +214,9 @@ def _zero_gaps(
             tl.store(dscores + at, zero, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_row", "programs", "rows", "groups", "row_step"])
+@triton.jit(do_not_specialize=["first_token", "programs", "rows", "groups", "token_step"])
 def finish_gradients(
-    partial, dape, dvalues, dscores, first_row, programs, rows, groups, row_step,
+    partial, dape, dvalues, dscores, first_token, programs, rows, groups, token_step,
     RATIO: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -227,6 +227,6 @@ def finish_gradients(
         _sum_partials(partial, dape, program, programs, size, BLOCK_S, BLOCK_C)
     else:
         _zero_gaps(
-            dvalues, dscores, first_row, program - adding, rows, groups, row_step,
+            dvalues, dscores, first_token, program - adding, rows, groups, token_step,
             RATIO, WIDTH, BLOCK_R,
         )  # fmt: skip

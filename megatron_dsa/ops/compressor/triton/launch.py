@@ -54,15 +54,15 @@ def _run_forward(inputs: CompressorInputs, out: torch.Tensor) -> None:
     if slots > 0:
         launch(
             kernels.pool, (blocks * parts,),
-            values, scores, inputs.ape, groups.first_row, groups.position, out,
-            slots, groups.row_step, values.stride(0), scores.stride(0), parts,
+            values, scores, inputs.ape, groups.first_token, groups.position, out,
+            slots, groups.token_step, values.stride(0), scores.stride(0), parts,
             **_sizes(inputs), **tile, num_warps=_warps(inputs, tile, 32),
         )  # fmt: skip
 
 
 def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
     values, scores, groups = inputs.values, inputs.scores, inputs.groups
-    slots, width = groups.first_row.shape[0], values.shape[1]
+    slots, width = groups.first_token.shape[0], values.shape[1]
     if slots == 0 or values.shape[0] == 0:
         return values.new_empty(0, inputs.ratio, width, dtype=torch.float32)
     tile = _tile(inputs, 64)
@@ -75,9 +75,9 @@ def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
     partial = values.new_empty(programs, inputs.ratio, width, dtype=torch.float32)
     launch(
         kernels.pool_backward, (programs * parts,),
-        values, scores, inputs.ape, groups.first_row, groups.position, dout,
+        values, scores, inputs.ape, groups.first_token, groups.position, dout,
         dvalues, dscores, partial,
-        slots, groups.row_step, programs, values.stride(0), scores.stride(0), parts,
+        slots, groups.token_step, programs, values.stride(0), scores.stride(0), parts,
         **_sizes(inputs), **tile, num_warps=warps, maxnreg=128,
     )  # fmt: skip
     return partial
@@ -90,8 +90,8 @@ def _run_finish(inputs, partial, dvalues, dscores) -> torch.Tensor:
     blocks = ceil_div(dape.numel(), columns) + ceil_div(rows, 64)
     launch(
         kernels.finish_gradients, (blocks,),
-        partial, dape, dvalues, dscores, inputs.groups.first_row, partial.shape[0], rows,
-        inputs.groups.first_row.shape[0], inputs.groups.row_step,
+        partial, dape, dvalues, dscores, inputs.groups.first_token, partial.shape[0], rows,
+        inputs.groups.first_token.shape[0], inputs.groups.token_step,
         RATIO=inputs.ratio, WIDTH=width,
         BLOCK_S=4096 // columns, BLOCK_C=columns, BLOCK_R=64,
     )  # fmt: skip
@@ -102,21 +102,21 @@ class _Compress(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, scores, ape, inputs):
         groups = inputs.groups
-        ape, first_row, position = (
-            x.contiguous() for x in (ape, groups.first_row, groups.position)
+        ape, first_token, position = (
+            x.contiguous() for x in (ape, groups.first_token, groups.position)
         )
-        ctx.rest = (groups.row_step, inputs.ratio, inputs.overlap, inputs.workspace_bytes)
-        inputs = _inputs(values, scores, ape, first_row, position, ctx.rest)
-        out = values.new_empty(first_row.shape[0], inputs.dim)
+        ctx.rest = (groups.token_step, inputs.ratio, inputs.overlap, inputs.workspace_bytes)
+        inputs = _inputs(values, scores, ape, first_token, position, ctx.rest)
+        out = values.new_empty(first_token.shape[0], inputs.dim)
         _run_forward(inputs, out)
-        ctx.save_for_backward(values, scores, ape, first_row, position)
+        ctx.save_for_backward(values, scores, ape, first_token, position)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        values, scores, ape, first_row, position = ctx.saved_tensors
-        inputs = _inputs(values, scores, ape, first_row, position, ctx.rest)
+        values, scores, ape, first_token, position = ctx.saved_tensors
+        inputs = _inputs(values, scores, ape, first_token, position, ctx.rest)
         dvalues = torch.empty(values.shape, dtype=values.dtype, device=values.device)
         dscores = torch.empty_like(dvalues)
         partial = _run_backward(inputs, dout.contiguous(), dvalues, dscores)
@@ -124,9 +124,9 @@ class _Compress(torch.autograd.Function):
         return dvalues, dscores, dape, None
 
 
-def _inputs(values, scores, ape, first_row, position, rest) -> CompressorInputs:
-    row_step, *rest = rest
-    return CompressorInputs(values, scores, ape, Groups(first_row, position, row_step), *rest)
+def _inputs(values, scores, ape, first_token, position, rest) -> CompressorInputs:
+    token_step, *rest = rest
+    return CompressorInputs(values, scores, ape, Groups(first_token, position, token_step), *rest)
 
 
 def compress(inputs: CompressorInputs) -> torch.Tensor:

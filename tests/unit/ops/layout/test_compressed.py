@@ -65,10 +65,10 @@ def test_groups(name, ratio):
     keys = compressed_keys(layout, ratio)
     found = []
     for first, position in zip(
-        keys.groups.first_row.tolist(), keys.groups.position.tolist(), strict=True
+        keys.groups.first_token.tolist(), keys.groups.position.tolist(), strict=True
     ):
         if first >= 0:
-            found.append(([first + i * keys.groups.row_step for i in range(ratio)], position))
+            found.append(([first + i * keys.groups.token_step for i in range(ratio)], position))
     expected = [
         (group, g * ratio) for rows in sequences for g, group in enumerate(groups_of(rows, ratio))
     ]
