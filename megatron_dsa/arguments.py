@@ -20,7 +20,7 @@ from megatron_dsa.ops.dispatch.policy import FLAG, check_operations
 BACKENDS = ("dsa_fused", "dsa_unfused")
 MODEL_FLAG = "--dsa-model"
 #: Prefix of this package's flags, and prefixes of Megatron's flags for DSA.
-OWN_PREFIX, MEGATRON_PREFIXES = "--dsa-", ("--dsa-indexer-", "--dsa-kernel-backend")
+DSA_PREFIX, MEGATRON_PREFIXES = "--dsa-", ("--dsa-indexer-", "--dsa-kernel-backend")
 USAGE = "%(prog)s [flags of Megatron and of megatron_dsa]"
 #: Module allowed in ``--spec`` with ``--dsa-model``.
 SPECS = "megatron_dsa.specs"
@@ -117,13 +117,13 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     parser._option_string_actions["--sft"].dest = "dsa_sft"
     parser.set_defaults(sft=False, dsa_sft=False)
     group.add_argument("--help-dsa", action=_HelpAction, help="Print these flags alone and exit.")
-    _add_own_flags(group)
+    _add_dsa_flags(group)
     _add_models(parser)
     suggest_names(parser)
     return parser
 
 
-def _add_own_flags(group) -> None:
+def _add_dsa_flags(group) -> None:
     _add_options(group, DSAOptions)
     _add_options(group, CSAFields)
     _add_run_arguments(group)
@@ -138,7 +138,7 @@ def _add_own_flags(group) -> None:
     )
 
 
-def check_own_flags(words: list[str]) -> None:
+def check_dsa_flags(words: list[str]) -> None:
     """Check this package's flags before Megatron's imports, which take seconds.
 
     Raises:
@@ -146,13 +146,13 @@ def check_own_flags(words: list[str]) -> None:
         SystemExit: anything else, with code 2.
     """
     parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
-    _add_own_flags(parser)
+    _add_dsa_flags(parser)
     suggest_names(parser)
     if {"-h", "--help", "--help-dsa"} & set(words):
         return
     parsed, others = parser.parse_known_args(words)
     flags = [word.partition("=")[0] for word in others]
-    wrong = [x for x in flags if x.startswith(OWN_PREFIX) and not x.startswith(MEGATRON_PREFIXES)]
+    wrong = [x for x in flags if x.startswith(DSA_PREFIX) and not x.startswith(MEGATRON_PREFIXES)]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     numbers = {flag: _numbers(given_values(words, flag)[-1:]) for flag in FLAGS}  # last value wins

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_dsa.arguments import add_dsa_arguments, check_own_flags, megatron_argv
+from megatron_dsa.arguments import add_dsa_arguments, check_dsa_flags, megatron_argv
 from megatron_dsa.config.extras import load_extra
 from megatron_dsa.errors import require
 from megatron_dsa.patches import cpu_host, install
@@ -83,7 +83,7 @@ def main() -> None:
 
 def _main() -> None:
     require_supported_megatron()
-    check_own_flags(sys.argv[1:])
+    check_dsa_flags(sys.argv[1:])
     if "--dsa-dry-run" in sys.argv[1:]:
         install("transformer-engine")  # the planner imports Megatron
         sys.exit(load_extra("planner.command", "--dsa-dry-run").dry_run(sys.argv))

@@ -136,7 +136,7 @@ ERRORS = (
     ),
     Error(
         "every loss of the log is halved", "metrics/log.py",
-        "own_sum.add_(total.detach().float())", "own_sum.add_(total.detach().float() / 2)",
+        "layer_sum.add_(total.detach().float())", "layer_sum.add_(total.detach().float() / 2)",
         "unit/metrics unit/layers",
     ),
     Error(

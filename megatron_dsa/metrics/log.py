@@ -127,13 +127,13 @@ class IndexerLog:
         if sums is None or _rehearses_capture():
             return
         for name, value in metrics.items():
-            own_sum, own_count = sums[:, layer_index, NAMES.index(name)].unbind()
+            layer_sum, layer_count = sums[:, layer_index, NAMES.index(name)].unbind()
             if isinstance(value, Scaled):
-                add_to_mean(own_sum, own_count, value)
+                add_to_mean(layer_sum, layer_count, value)
                 continue
             total, count = value if isinstance(value, Mean) else (value, 1)
-            own_sum.add_(total.detach().float())
-            own_count.add_(count)
+            layer_sum.add_(total.detach().float())
+            layer_count.add_(count)
 
     @classmethod
     def reduce(cls) -> dict[str, Mean]:

@@ -7,7 +7,7 @@ from megatron_dsa.config.rules.model import attention_rules, host_rules, indexer
 from megatron_dsa.config.rules.table import Must, check_rows
 
 _CASE = "with --csa-compress-ratios"
-_OWN_NORM = "the keys of V4's indexer are normalised by its compressor"
+_COMPRESSOR_NORM = "the keys of V4's indexer are normalised by its compressor"
 _ROPE = "V4's rope has no concentration factor and rotates all of --qk-pos-emb-head-dim"
 _V4 = (
     Must(
@@ -24,8 +24,8 @@ _V4 = (
     Must("mscale", 1, _ROPE),
     Must("mscale_all_dim", 0, _ROPE),
     Must("rotary_percent", 1, _ROPE),
-    Must("dsa_indexer_k_norm_epsilon", None, _OWN_NORM),
-    Must("dsa_indexer_k_norm_fp32", False, _OWN_NORM),
+    Must("dsa_indexer_k_norm_epsilon", None, _COMPRESSOR_NORM),
+    Must("dsa_indexer_k_norm_fp32", False, _COMPRESSOR_NORM),
     Must("dsa_indexer_topk_freq", 1, "V4's layers do not share selections"),
 )  # fmt: skip
 _INTERLEAVED = Must("dsa_indexer_rope_interleaved", True, "V4's indexer pairs neighbouring dims")

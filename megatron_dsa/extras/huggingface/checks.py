@@ -96,9 +96,9 @@ def left_by_rank(unused: Iterable[Location], used: Collection[Location]) -> list
     experts = {(x.prefix, x.expert) for x in used if x.expert is not None}
     with_experts = {prefix for prefix, _ in experts}
 
-    def is_own(x: Location) -> bool:
+    def is_local(x: Location) -> bool:
         if x.expert is None or x.prefix not in with_experts:
             return x.prefix in layers
         return (x.prefix, x.expert) in experts
 
-    return [x for x in unused if is_own(x)]
+    return [x for x in unused if is_local(x)]

@@ -20,7 +20,7 @@ from megatron_dsa.extras.huggingface.quantised import (
     unpack,
 )
 from megatron_dsa.training.files.system_errors import naming
-from megatron_dsa.training.files.whole import WholeFiles, require_own_name
+from megatron_dsa.training.files.whole import WholeFiles, require_regular_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -269,7 +269,7 @@ class CheckpointWriter(WholeFiles):
             raise ConfigError(f"shard_bytes must be positive, got {shard_bytes}")
         if any(os.path.lexists(self.folder / name) for name in (INDEX, SINGLE)):
             raise ConfigError(f"{self.folder} holds a checkpoint already: choose another place")
-        require_own_name(self.folder / "config.json")
+        require_regular_file(self.folder / "config.json")
         self.shard_bytes = shard_bytes
         _safetensors()
         self._held: dict[str, torch.Tensor] = {}

@@ -37,7 +37,7 @@ def dry_run(argv: list[str]) -> int:
     """
     if environment_number("RANK", 0):
         return 0
-    own, job = _own_flags(argv)
+    own, job = _planner_flags(argv)
     world = own.dsa_dry_run_world or environment_number("WORLD_SIZE", 1, least=1)
     gpu = GPUS[own.dsa_dry_run_gpu or gpu_here()]
     try:
@@ -73,7 +73,7 @@ def _silence():
         logging.disable(before)
 
 
-def _own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def _planner_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_dry_run_arguments(parser)
     own, job = parser.parse_known_args(argv[1:])

@@ -19,11 +19,11 @@ from megatron_dsa.extras.prepare_data.inputs import TOPICS, TOPICS_NAME, Piece, 
 from megatron_dsa.extras.prepare_data.tokens import Tokens, byte_tokens
 from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.files.system_errors import naming
-from megatron_dsa.training.files.whole import WholeFiles, require_own_name
+from megatron_dsa.training.files.whole import WholeFiles, require_regular_file
 
 _FORMAT = 1
 _JOINED = "joined"
-_OWN_FILE = re.compile(rf"([0-9a-f]{{24}}|{_JOINED})\.(bin|idx|json)")
+_SHARD_FILE = re.compile(rf"([0-9a-f]{{24}}|{_JOINED})\.(bin|idx|json)")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Workspace:
         self.folder = Path(f"{prefix}.shards")
         self.results = [Path(f"{prefix}{ending}") for ending in (".bin", ".idx")]
         for path in self.results:
-            require_own_name(path)
+            require_regular_file(path)
 
     def reader(self) -> Reader:
         return Reader(self.key, self.skip_broken)
@@ -103,7 +103,7 @@ class Workspace:
     def __exit__(self, kind, _error, _traceback) -> None:
         if kind is None:  # on errors, keep finished shards
             for file in self.folder.iterdir():
-                if _OWN_FILE.fullmatch(file.name):
+                if _SHARD_FILE.fullmatch(file.name):
                     file.unlink()
         with contextlib.suppress(OSError):  # the folder may hold other files
             self.folder.rmdir()
@@ -162,7 +162,7 @@ class Workspace:
                 builder.finalize(str(files.path(f"{_JOINED}.idx")))
         data, index = self.results
         for path in self.results:
-            require_own_name(path)
+            require_regular_file(path)
         with naming(data):
             index.unlink(missing_ok=True)
             os.replace(f"{joined}.bin", data)

@@ -7,7 +7,7 @@ import tilelang
 
 _PASSES = tilelang.PassConfigKey
 #: Compile options without automatic barriers, which cover only one warpgroup.
-OWN_BARRIERS = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_THREAD_STORAGE_SYNC: True}
+MANUAL_BARRIERS = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 FAST_MATH = {_PASSES.TL_ENABLE_FAST_MATH: True}
 #: Compile options for GPUs without wgmma.
 PORTABLE = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_WGMMA: True}

@@ -12,7 +12,7 @@ from megatron_dsa.errors import DSAError, FileError, require
 from megatron_dsa.training.files.system_errors import naming, sentence
 
 
-def require_own_name(path: Path) -> None:
+def require_regular_file(path: Path) -> None:
     """Check that ``path`` is a regular file or absent."""
     require(
         not path.is_symlink() and (path.is_file() or not path.exists()),
@@ -60,7 +60,7 @@ class WholeFiles:
         Files are moved in call order. The last file marks the others as complete, so an old one is
         removed first.
         """
-        require_own_name(self.folder / name)
+        require_regular_file(self.folder / name)
         self._order.append(name)
         return self.scratch / name
 

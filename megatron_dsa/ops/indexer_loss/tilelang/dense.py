@@ -32,7 +32,7 @@ class HopperTiles(TritonTiles):
     copies = True
 
     def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
-        nope = _own_dims(q, keys)
+        nope = _nope_dims(q, keys)
         if nope is None:
             return super().teacher(q, keys, lse, seen)
         q, (heads, rows) = q.contiguous(), lse.shape
@@ -68,7 +68,7 @@ def _shared(rope: torch.Tensor) -> torch.Tensor | None:
     return rope.contiguous() if rope.shape[1] > 0 else None
 
 
-def _own_dims(q: torch.Tensor, keys: TeacherKeys) -> int | None:
+def _nope_dims(q: torch.Tensor, keys: TeacherKeys) -> int | None:
     if isinstance(keys, torch.Tensor):
         nope = q.shape[2] if keys.shape[1] == q.shape[1] else 0
     else:

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES, call
-from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
+from megatron_dsa.ops.hopper.programs import MANUAL_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP, TILE, BlockWork, fetch_tile
 from megatron_dsa.ops.indexer_loss.tilelang.source import SOURCE
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.key_gradient import SOURCE as ADDITIONS
@@ -243,4 +243,4 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
     return sparse_indexer_loss
 
 
-compiled = compiler(build, OWN_BARRIERS)
+compiled = compiler(build, MANUAL_BARRIERS)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import call
-from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
+from megatron_dsa.ops.hopper.programs import MANUAL_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
 from megatron_dsa.ops.indexer_topk.tilelang import shares, sums
 
@@ -265,4 +265,4 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
     return index_scores
 
 
-compiled = compiler(build, OWN_BARRIERS)
+compiled = compiler(build, MANUAL_BARRIERS)

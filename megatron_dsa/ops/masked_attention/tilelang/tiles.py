@@ -11,7 +11,7 @@ import tilelang
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import call
-from megatron_dsa.ops.hopper.programs import OWN_BARRIERS
+from megatron_dsa.ops.hopper.programs import MANUAL_BARRIERS
 from megatron_dsa.ops.hopper.tiles import GROUP
 
 KEYS = 128
@@ -20,7 +20,7 @@ STAGES = 2
 REGISTERS = (240, 24)
 THREADS = 3 * GROUP
 #: Compiler options; TileLang's guards against out-of-range accesses would cost registers.
-PASSES = OWN_BARRIERS | {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
+PASSES = MANUAL_BARRIERS | {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
 BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
 #: CUDA function that maps a thread block to a block of queries or keys, a head, and the number of

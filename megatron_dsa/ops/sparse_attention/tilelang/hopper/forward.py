@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import NO_HOISTING, call
-from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
+from megatron_dsa.ops.hopper.programs import MANUAL_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import (
     GROUP,
     HALF,
@@ -330,4 +330,4 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
     return sparse_mla_forward
 
 
-compiled = compiler(build, OWN_BARRIERS)
+compiled = compiler(build, MANUAL_BARRIERS)

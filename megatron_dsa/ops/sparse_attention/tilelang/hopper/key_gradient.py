@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES, call, shared_address
-from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
+from megatron_dsa.ops.hopper.programs import MANUAL_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP, HALF, TILE, V_DIM, BlockWork, Shape, fetch
 
 #: Registers per thread of two consumers and the producer.
@@ -278,4 +278,4 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
     return sparse_mla_key_gradient
 
 
-compiled = compiler(build, OWN_BARRIERS)
+compiled = compiler(build, MANUAL_BARRIERS)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import NO_HOISTING, call, shared_address
-from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
+from megatron_dsa.ops.hopper.programs import MANUAL_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import (
     GROUP,
     HALF,
@@ -235,4 +235,4 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
     return sparse_mla_query_gradient
 
 
-compiled = compiler(build, OWN_BARRIERS)
+compiled = compiler(build, MANUAL_BARRIERS)
