@@ -118,9 +118,9 @@ def sampled_tokens(total: int, size: int, offset: torch.Tensor, parts: int = 1) 
     if TILE % parts:
         raise ValueError(f"parts must divide the {TILE} tokens of a tile, got {parts}")
     if _takes_kernel(offset):
-        from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles
+        from megatron_dsa.ops.indexer_loss.triton.sample import tile_tokens
 
-        tokens = place_tiles(offset, total, size, TILE, parts)
+        tokens = tile_tokens(offset, total, size, TILE, parts)
     else:
         tiles = size // TILE
         begins, inside = _stretches(total, tiles, parts, offset.device)

@@ -62,12 +62,12 @@ def union(indices, length, keys):
     return bits, again
 
 
-def check_lists(inputs, group, with_places=False):
+def check_lists(inputs, group, with_slots=False):
     """Compare ``key_lists`` with :func:`union`; return the number of parts."""
     keys, (queries, width) = inputs.kv.shape[0], inputs.indices.shape
     length = torch.full((queries,), width) if inputs.topk_length is None else inputs.topk_length
     parts, reached = 0, 0
-    for part, (ids, members, count), places in key_lists(inputs, group, with_places=with_places):
+    for part, (ids, members, count), places in key_lists(inputs, group, with_slots=with_slots):
         assert part.start == reached and part.start % group == 0
         parts, reached = parts + 1, part.stop
         groups = -(-(part.stop - part.start) // group)
@@ -83,8 +83,8 @@ def check_lists(inputs, group, with_places=False):
             assert members[i][:n] == [bits[key] for key in ids[i][:n]]
             behind = slice(n, count[i])
             assert Counter(zip(ids[i][behind], members[i][behind], strict=True)) == again
-        assert (places is not None) == with_places
-        if with_places:
+        assert (places is not None) == with_slots
+        if with_slots:
             own = inputs.indices[part].tolist()
             for t, (row, n, at) in enumerate(
                 zip(own, length[part].tolist(), places.tolist(), strict=True)
@@ -99,7 +99,7 @@ def check_lists(inputs, group, with_places=False):
 def test_groups_of_one_have_the_callers_lists(device):
     indices, length = random_lists(11, 20, 90, device)
     inputs = list_inputs(indices, 90, length, workspace_bytes=1)
-    ((part, (ids, members, count), places),) = key_lists(inputs, 1, with_places=True)
+    ((part, (ids, members, count), places),) = key_lists(inputs, 1, with_slots=True)
     assert places is None  # nothing has moved
     assert range(11)[part] == range(11)
     assert ids.data_ptr() == indices.data_ptr() and torch.equal(ids, indices)
@@ -133,9 +133,9 @@ def union_in_python(monkeypatch):
     """Replace the compiled kernel; return the sizes of parts."""
     sizes = []
 
-    def compiled(group, with_places, target):
+    def compiled(group, with_slots, target):
         def kernel(indices, length, ids, members, count, places, keys):
-            sizes.append(ids.nbytes + members.nbytes + with_places * places.nbytes)
+            sizes.append(ids.nbytes + members.nbytes + with_slots * places.nbytes)
             assert all(x.is_contiguous() for x in (indices, length, ids, members, count))
             assert length.min() >= 0 and length.max() <= indices.shape[1]
             for i in range(len(count)):
@@ -145,7 +145,7 @@ def union_in_python(monkeypatch):
                 count[i] = len(entries)
                 for at, (key, member) in enumerate(entries):
                     ids[i, at], members[i, at] = key, member
-                if with_places:
+                if with_slots:
                     place = {key: at for at, key in enumerate(sorted(bits))}
                     for row, of in zip(indices[own].tolist(), places[own], strict=True):
                         of[:] = torch.tensor([place.get(key, -1) for key in row])
@@ -173,7 +173,7 @@ def test_parts_fit_the_budget(union_in_python, group, budget):
     assert parts == (1 if fit >= groups else math.ceil(groups / max(1, fit // 2)))
     # Slots come with sums for every query and entry of a union, and need more parts.
     union_in_python.clear()
-    more = check_lists(inputs, group, with_places=True)
+    more = check_lists(inputs, group, with_slots=True)
     assert more == len(union_in_python) and more >= parts
 
 
@@ -191,7 +191,7 @@ def test_strided_indices(union_in_python):
 def test_unions(hopper, group, queries):
     indices, length = (x[:queries] for x in random_lists(71, 300, 2000, "cuda"))
     assert check_lists(list_inputs(indices, 2000, length), group) == 1
-    check_lists(list_inputs(indices, 2000), group, with_places=True)
+    check_lists(list_inputs(indices, 2000), group, with_slots=True)
 
 
 @pytest.mark.parametrize("group", [2, 4, 8])
@@ -202,7 +202,7 @@ def test_unions_of_many_keys(hopper, group, keys):
     edges = torch.tensor(edges, device="cuda", dtype=torch.int32)
     indices[torch.isin(indices, edges)] = -1
     indices[::2, 8 : 8 + len(edges)] = edges
-    check_lists(list_inputs(indices, keys, length), group, with_places=True)
+    check_lists(list_inputs(indices, keys, length), group, with_slots=True)
 
 
 @pytest.mark.parametrize("group", [2, 4, 8])
@@ -212,7 +212,7 @@ def test_keys_listed_twice(hopper, group, keys):
     indices[5:9] = keys - 1
     indices[9] = indices[10] = torch.arange(700, device="cuda") % 7
     indices[11, 350:] = indices[11, :350]
-    check_lists(list_inputs(indices, keys), group, with_places=True)
+    check_lists(list_inputs(indices, keys), group, with_slots=True)
 
 
 @pytest.mark.parametrize("group", [2, 4, 8])
@@ -223,7 +223,7 @@ def test_unions_in_parts(hopper, group):
     for budget, parts in ((1, -(-71 // group)), (group * 300 * 5 * 4, -(-71 // (2 * group)))):
         part = dataclasses.replace(inputs, workspace_bytes=budget)
         assert check_lists(part, group) == parts
-        check_lists(part, group, with_places=True)
+        check_lists(part, group, with_slots=True)
 
 
 @pytest.mark.parametrize(

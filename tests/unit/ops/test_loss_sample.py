@@ -404,13 +404,13 @@ def test_triton_interpreted():
 
 
 def main():
-    from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles, spread
+    from megatron_dsa.ops.indexer_loss.triton.sample import spread, tile_tokens
 
     for total, size in ((150, 64), (150, 128), (129, 128), (1000, 512)):
         for place in (0, total // 3, total - 1):
             for parts in (1, 4):
                 want = sampled_tokens(total, size, torch.tensor(place), parts).tokens
-                got = place_tiles(torch.tensor(place), total, size, TILE, parts)
+                got = tile_tokens(torch.tensor(place), total, size, TILE, parts)
                 assert torch.equal(got, want)
     for total, size, place in ((150, 128, 149), (129, 128, 70), (1000, 192, 0), (1000, 192, 1)):
         sample = sampled_tokens(total, size, torch.tensor(place), 4)
@@ -438,9 +438,9 @@ def test_spread(place):
 
 def test_compiles_once_for_all_sizes(monkeypatch):
     kernels = pytest.importorskip("megatron_dsa.ops.indexer_loss.triton.sample")
-    placing, spreading = recorded(monkeypatch, kernels, ["_place_tiles", "_spread"])
+    placing, spreading = recorded(monkeypatch, kernels, ["_tile_tokens", "_spread"])
     for total, size in ((150, 64), (4096, 512)):
-        tokens = kernels.place_tiles(torch.tensor(3), total, size, TILE)
+        tokens = kernels.tile_tokens(torch.tensor(3), total, size, TILE)
         x = [torch.ones(size, n, dtype=torch.bfloat16) for n in (size, 3)]
         kernels.spread(tokens, total, TILE, 1, x)
     for recorder in (placing, spreading):

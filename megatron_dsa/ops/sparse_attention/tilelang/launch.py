@@ -171,13 +171,13 @@ def key_lists(
     inputs: SparseAttentionInputs,
     group: int,
     ascending: bool = False,
-    with_places: bool = False,
+    with_slots: bool = False,
     kernels: Kernels | None = None,
 ):
     """Yield slices of the queries, with the key lists that kernels read.
 
     Lists are ids int32 ``[lists, W]``, members uint8 ``[lists, W]`` and length int32 ``[lists]``;
-    groups of several queries get unions (:mod:`.hopper.unions`). ``with_places`` adds int32
+    groups of several queries get unions (:mod:`.hopper.unions`). ``with_slots`` adds int32
     ``[queries, K]``: each valid entry's index in its list, ``None`` if unchanged.
     """
     queries, width = inputs.indices.shape
@@ -185,15 +185,15 @@ def key_lists(
     if queries == 0:
         return
     if group == 1:
-        places = torch.empty_like(inputs.indices) if ascending and with_places else None
+        places = torch.empty_like(inputs.indices) if ascending and with_slots else None
         lists = ascending_lists(inputs, places) if ascending else caller_lists(inputs)
         yield slice(0, queries), (lists[0], unused, lists[1]), places
         return
     indices, length = caller_lists(inputs)
-    form_unions = (kernels or kernels_for(indices.device)).unions(group, with_places)
+    form_unions = (kernels or kernels_for(indices.device)).unions(group, with_slots)
     capacity = group * width
     # Temporary bytes per list entry: id, members, head sums, int32 and int64 indices.
-    bytes_per_group = capacity * (5 + (4 * group + 16 if with_places else 0))
+    bytes_per_group = capacity * (5 + (4 * group + 16 if with_slots else 0))
     groups = inputs.workspace_bytes // bytes_per_group
     if groups * group < queries:
         groups //= 2  # the caller still holds the previous lists in memory
@@ -206,6 +206,6 @@ def key_lists(
         ids = torch.empty(groups, capacity, dtype=torch.int32, device=indices.device)
         members = torch.empty_like(ids, dtype=torch.uint8)
         count = torch.empty(groups, dtype=torch.int32, device=indices.device)
-        places = torch.empty_like(indices[part] if with_places else count[:1, None])
+        places = torch.empty_like(indices[part] if with_slots else count[:1, None])
         form_unions(indices[part], length[part], ids, members, count, places, inputs.kv.shape[0])
-        yield part, (ids, members, count), places if with_places else None
+        yield part, (ids, members, count), places if with_slots else None

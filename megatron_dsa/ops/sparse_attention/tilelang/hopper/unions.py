@@ -110,11 +110,11 @@ __device__ __forceinline__ void dsa_union(const int* indices, const int* length,
 """
 
 
-def build(group: int, with_places: bool = False):
+def build(group: int, with_slots: bool = False):
     """Return the TileLang program for unions of ``group`` adjacent queries' lists.
 
     Arguments are contiguous. Invalid Indices are skipped; Length is within ``[0, K]``; Ids and
-    Members end at Count; Places (``with_places``) gets the union index of each valid entry.
+    Members end at Count; Places (``with_slots``) gets the union index of each valid entry.
     """
     queries, width, groups, capacity = T.dynamic("queries, width, groups, capacity")
 
@@ -125,17 +125,17 @@ def build(group: int, with_places: bool = False):
         Ids: T.Tensor([groups, capacity], "int32"),
         Members: T.Tensor([groups, capacity], "uint8"),
         Count: T.Tensor([groups], "int32"),
-        Places: T.Tensor([queries, width] if with_places else [1, 1], "int32"),
+        Places: T.Tensor([queries, width] if with_slots else [1, 1], "int32"),
         keys: T.int32,
     ):
         with T.Kernel(groups, threads=THREADS) as block:
             T.import_source(prefix_sums.SOURCE + SOURCE)
             marks = T.alloc_shared([group * RANGE // 32], "uint32")
-            before = T.alloc_shared([RANGE // 32 if with_places else 1], "int32")
+            before = T.alloc_shared([RANGE // 32 if with_slots else 1], "int32")
             small = T.alloc_shared([1 + THREADS // 32], "int32")
             T.call_extern(
                 "handle",
-                f"dsa_union<{group}, {RANGE}, {str(with_places).lower()}>",
+                f"dsa_union<{group}, {RANGE}, {str(with_slots).lower()}>",
                 T.address_of(Indices[block * group, 0]),
                 T.address_of(Length[block * group]),
                 T.min(group, queries - block * group),
@@ -145,7 +145,7 @@ def build(group: int, with_places: bool = False):
                 T.address_of(Members[block, 0]),
                 capacity,
                 T.address_of(Count[block]),
-                T.address_of(Places[block * group if with_places else 0, 0]),
+                T.address_of(Places[block * group if with_slots else 0, 0]),
                 T.address_of(marks[0]),
                 T.address_of(before[0]),
                 T.address_of(small[0]),
