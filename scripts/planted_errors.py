@@ -112,7 +112,7 @@ ERRORS = (
     ),
     Error(
         "a neighbour's keys are one too few", "ops/layout/halo.py",
-        "needed = last - row < reach", "needed = last - row < reach - 1",
+        "needed = last - index < reach", "needed = last - index < reach - 1",
         "unit/ops/layout unit/layers/parallel",
     ),
     Error(

@@ -47,10 +47,10 @@ def choices_of(each: dataclasses.Field) -> tuple[str, ...] | None:
 def given_values(words: list[str], flag: str) -> list[str]:
     """Return a flag's values, given as ``FLAG VALUE`` or ``FLAG=VALUE``."""
     values = []
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == flag:
-            values += [value] if equals else words[place + 1 : place + 2]
+            values += [value] if equals else words[index + 1 : index + 2]
     return values
 
 

@@ -34,14 +34,14 @@ class DSATransformerConfig(StreamFields, MLATransformerConfig):
             self.hetereogenous_dist_checkpoint = True
 
     @classmethod
-    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **own: Any) -> Self:
-        """Convert Megatron's MLA ``config``; ``own`` sets fields of a subclass.
+    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **values: Any) -> Self:
+        """Convert Megatron's MLA ``config``; ``values`` sets fields of a subclass.
 
         All fields are copied, because Megatron's ``__post_init__`` must not run twice.
         """
         ours = cls.__new__(cls)
         defaults = {each.name: each.default for each, _ in option_fields(cls)}
-        ours.__dict__.update(defaults | config.__dict__ | own, dsa=options)
+        ours.__dict__.update(defaults | config.__dict__ | values, dsa=options)
         ours._derive()
         validate(ours)
         return ours

@@ -138,8 +138,8 @@ def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: flo
     rope, topk = call.rope_dim, call.topk
     # Copy the layout, since a cached layout would keep the mask bits.
     layout = replace(bshd_layout(_KEYS, 1, _device()))
-    rows = _KEYS if topk is None else _TOKENS
-    q = _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
+    tokens = _KEYS if topk is None else _TOKENS
+    q = _values(tokens, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
     kv = _values(_KEYS, call.heads, call.qk_dim - rope + call.v_dim, dtype=call.dtype)
     k_pe = _values(_KEYS, rope, dtype=call.dtype)
     if topk is None:
@@ -165,11 +165,11 @@ def _first_keys(topk: int) -> torch.Tensor:
     return torch.where(index < _KEYS, index, -1).expand(_TOKENS, -1).contiguous()
 
 
-def _index_inputs(call: OpCall, rows: int) -> IndexerInputs:
+def _index_inputs(call: OpCall, tokens: int) -> IndexerInputs:
     return IndexerInputs(
-        _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_(),
-        _values(rows, call.qk_dim, dtype=call.dtype),
-        _values(rows, call.heads, dtype=call.dtype),
+        _values(tokens, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_(),
+        _values(tokens, call.qk_dim, dtype=call.dtype),
+        _values(tokens, call.heads, dtype=call.dtype),
         call.relu,
     )
 
@@ -177,9 +177,9 @@ def _index_inputs(call: OpCall, rows: int) -> IndexerInputs:
 def _index(fused: dict, call: OpCall, policy: Policy) -> None:
     assert call.topk is not None
     # Index scores are computed only if more keys are visible than selected.
-    rows = _TOKENS + call.topk
-    inputs = _index_inputs(call, rows)
-    layout = bshd_layout(rows, 1, _device())
+    tokens = _TOKENS + call.topk
+    inputs = _index_inputs(call, tokens)
+    layout = bshd_layout(tokens, 1, _device())
     with torch.no_grad():
         indices, length = indexer_topk(inputs, layout, call.topk, policy=policy)
     if "sparse_indexer_loss" in fused:

@@ -70,9 +70,9 @@ def recall(selected: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     )
     ordered = selected.sort(dim=-1).values
     wanted = reference.contiguous()
-    place = torch.searchsorted(ordered, wanted).clamp_max_(ordered.shape[1] - 1)
+    index = torch.searchsorted(ordered, wanted).clamp_max_(ordered.shape[1] - 1)
     valid = wanted >= 0
-    found = (ordered.gather(1, place) == wanted) & valid
+    found = (ordered.gather(1, index) == wanted) & valid
     return found.sum(-1).float() / valid.sum(-1)
 
 
@@ -158,8 +158,8 @@ def captured_mass(
         for heads in slices(q.shape[1], heads_at_once):
             block_q = q[some][:, heads].transpose(0, 1)
             if w_uk is not None:
-                own, rope = block_q.split([w_uk.shape[1], q.shape[2] - w_uk.shape[1]], dim=-1)
-                block_q = torch.cat([torch.bmm(own, w_uk[heads]), rope], dim=-1)
+                q_nope, rope = block_q.split([w_uk.shape[1], q.shape[2] - w_uk.shape[1]], dim=-1)
+                block_q = torch.cat([torch.bmm(q_nope, w_uk[heads]), rope], dim=-1)
             if k_pe is None:
                 logits = _shared_key_logits(block_q, kv)
             else:

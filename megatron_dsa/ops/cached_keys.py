@@ -51,10 +51,10 @@ class _AsCached(torch.autograd.Function):
         dims = tokens.shape[1] - rope_dims
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         out[:, dims:] = tokens[:, dims:]
-        for rows in slices(len(tokens), items_within(workspace_bytes, _BYTES * dims)):
-            blocks = tokens[rows, :dims].unflatten(1, (-1, form.block))
+        for part in slices(len(tokens), items_within(workspace_bytes, _BYTES * dims)):
+            blocks = tokens[part, :dims].unflatten(1, (-1, form.block))
             values, scales = form.quantize(blocks)
-            out[rows, :dims] = (values.float() * scales[..., None]).flatten(1)
+            out[part, :dims] = (values.float() * scales[..., None]).flatten(1)
         return out.view(x.shape)
 
     @staticmethod

@@ -15,7 +15,7 @@ from megatron_dsa.ops.dispatch.support import short_dtype
 from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, packed_layout
 
 #: Number of queries that fill a GPU but run within seconds.
-MAX_TIMED_ROWS = 4096
+MAX_TIMED_TOKENS = 4096
 BUDGET_BYTES = 2**30
 #: Every eleventh key and the last key are never selected.
 UNSELECTED_STEP = 11
@@ -46,8 +46,8 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def timed_rows(self) -> int:
-        return min(self.seq, MAX_TIMED_ROWS)
+    def timed_tokens(self) -> int:
+        return min(self.seq, MAX_TIMED_TOKENS)
 
     def attention_label(self) -> str:
         label = f"H{self.heads} D{self.qk_dim}/{self.v_dim} K{self.topk} S{self.seq}"
@@ -171,12 +171,12 @@ def difficult_lists(shape: Shape, layout: Layout, seed: int = 1) -> Lists:
     allowed[-1] = False
     indices = torch.full((len(start), shape.topk), -1, dtype=torch.int32)
     length = torch.zeros(len(start), dtype=torch.int32)
-    for row, (lo, hi) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+    for query, (lo, hi) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
         ids = allowed[lo:hi].nonzero().flatten() + lo
         if len(ids) > shape.topk:
             ids = ids[torch.randperm(len(ids), generator=generator)[: shape.topk].sort().values]
-        indices[row, : len(ids)] = ids.int()
-        length[row] = len(ids)
+        indices[query, : len(ids)] = ids.int()
+        length[query] = len(ids)
     _spoil(indices, length, shape.seq)
     device = layout.start.device
     return Lists(indices.to(device), length.to(device), shape.seq)
@@ -197,12 +197,12 @@ def _spoil(indices: torch.Tensor, length: torch.Tensor, num_keys: int) -> None:
 
 
 def full_lists(shape: Shape, device: torch.device, seed: int = 3) -> Lists:
-    """Draw full lists of ``timed_rows`` queries, spread over all keys."""
-    rows, keys = shape.timed_rows, min(shape.topk, shape.seq)
+    """Draw full lists of ``timed_tokens`` queries, spread over all keys."""
+    queries, keys = shape.timed_tokens, min(shape.topk, shape.seq)
     generator = torch.Generator(device).manual_seed(seed)
-    offset = torch.randint(shape.seq, (rows, 1), generator=generator, device=device)
+    offset = torch.randint(shape.seq, (queries, 1), generator=generator, device=device)
     ids = (torch.arange(keys, device=device) * shape.seq // keys + offset) % shape.seq
-    indices = torch.full((rows, shape.topk), -1, dtype=torch.int32, device=device)
+    indices = torch.full((queries, shape.topk), -1, dtype=torch.int32, device=device)
     indices[:, :keys] = ids.sort(-1).values.int()
-    length = torch.full((rows,), keys, dtype=torch.int32, device=device)
+    length = torch.full((queries,), keys, dtype=torch.int32, device=device)
     return Lists(indices, length, shape.seq)

@@ -38,10 +38,10 @@ def check_data_set(prefix: str) -> int:
             f"--data-path {prefix}: {index} has {size} bytes and is damaged: by its header it must "
             f"have {needed} at least; {fix}",
         )
-    place = len(head)
-    lengths = _mapped(index, np.int32, place, sequences)
-    pointers = _mapped(index, np.int64, place + 4 * sequences, sequences)
-    starts = _mapped(index, np.int64, place + 12 * sequences, documents)
+    offset = len(head)
+    lengths = _mapped(index, np.int32, offset, sequences)
+    pointers = _mapped(index, np.int64, offset + 4 * sequences, sequences)
+    starts = _mapped(index, np.int64, offset + 12 * sequences, documents)
     within = True
     for first in range(0, documents, _BLOCK):
         part = starts[first : first + _BLOCK + 1]

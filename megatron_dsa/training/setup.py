@@ -96,10 +96,10 @@ def model_config_from_args(args) -> DSAModelConfig | DSAHybridModelConfig:
         csa = field_values(CSATransformerConfig, args)
         config = CSATransformerConfig.from_mla(mla, options, **csa)
     else:
-        own = field_values(DSATransformerConfig, args) | {
+        values = field_values(DSATransformerConfig, args) | {
             "layer_pattern": args.hybrid_layer_pattern
         }
-        config = DSATransformerConfig.from_mla(mla, options, **own)
+        config = DSATransformerConfig.from_mla(mla, options, **values)
     model: Any
     if args.hybrid_layer_pattern is None:
         model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)

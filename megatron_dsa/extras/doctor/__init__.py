@@ -47,7 +47,7 @@ def _examine(arguments: argparse.Namespace) -> Report:
     report = Report(_environment(device), asked, shapes)
     if device.type == "cuda":
         report.remarks.append(
-            f"ms are medians with {shapes[0].timed_rows} query tokens; the selection's with all "
+            f"ms are medians with {shapes[0].timed_tokens} query tokens; the selection's with all "
             f"{shapes[0].seq}. First calls (imports, compilation, loading) are not in them"
         )
     else:

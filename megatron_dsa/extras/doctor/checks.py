@@ -245,9 +245,9 @@ def indexer_loss(shape: Shape, device: torch.device) -> Iterator[Check]:
         return [(partial(_loss, inputs, lists, teacher, layout, policy), compare)]
 
     def full_size(policy: Policy, found: Comparison) -> list[Step]:
-        last = torch.arange(shape.seq - shape.timed_rows, shape.seq, device=device)
+        last = torch.arange(shape.seq - shape.timed_tokens, shape.seq, device=device)
         lists = full_lists(shape, device)
-        inputs = random_index_inputs(shape, shape.timed_rows, device)
+        inputs = random_index_inputs(shape, shape.timed_tokens, device)
 
         def compare(*result):
             for name, x in zip(("loss", "dq", "dk", "dweights"), result, strict=True):

@@ -73,8 +73,8 @@ class Factor:
 
 
 def factor_of(name: str, names: Names, num_layers: int) -> Factor:
-    module, _, own = name.rpartition(".")
-    part, letter = own[: -len(LORA_A)], own[-1]
+    module, _, leaf = name.rpartition(".")
+    part, letter = leaf[: -len(LORA_A)], leaf[-1]
     weight = f"{module}.weight"
     linears = [hf.removesuffix(".weight") for hf in names.match(weight, num_layers).hf]
     linear = next(x for x in linears if x.rpartition(".")[2] == part)
@@ -92,10 +92,10 @@ def merged(
     model: torch.nn.Module, values: Callable[[str], torch.Tensor], name: str, like: torch.Tensor
 ) -> torch.Tensor:
     """Merge a linear's adapters in fp32 or wider, then round to ``like``'s dtype."""
-    module_name, _, own = name.rpartition(".")
+    module_name, _, leaf = name.rpartition(".")
     linear: Any = model.get_submodule(module_name)
     adapted: tuple[str, ...] = getattr(linear, "adapted", ())
-    if own != "weight" or not adapted:
+    if leaf != "weight" or not adapted:
         return values(name).to(like.dtype)
     wide = torch.promote_types(like.dtype, torch.float32)
     total = values(name).to(wide, copy=True)

@@ -71,12 +71,12 @@ def check_inventory(directory: str | Path, locations: Iterable[Location], hf: HF
             f"{hf.mtp_layers}, which counts layers of multi-token prediction"
         )
     says = f"by config.json (num_hidden_layers = {hf.num_layers})"
-    own = {line.hf[0] for line in hf.names.mtp}
+    mtp_names = {line.hf[0] for line in hf.names.mtp}
     for name, x in located.items():
-        if x.prefix in decoder and name.removeprefix(x.prefix) in own:
+        if x.prefix in decoder and name.removeprefix(x.prefix) in mtp_names:
             refuse(f"{name} belongs to multi-token prediction, and {says} to a decoder layer")
     for prefix in prediction:
-        if prefix in found and not any(prefix + name in located for name in own):
+        if prefix in found and not any(prefix + name in located for name in mtp_names):
             refuse(
                 f"layer {prefix.rstrip('.')} has no tensors of multi-token prediction, and {says} "
                 "it is such a layer"

@@ -410,8 +410,8 @@ def _pooled_indexer(config: dict) -> Fields:
             if config.get(key) not in (None, 1):
                 refuse(key, config[key], "give indexer_types, with KDA layers")
     if has_kda and kinds and len(kinds) == len(layers):
-        own = [x for x, kind in zip(kinds, layers, strict=True) if not _IS_KDA.get(kind)]
-        if any(kind not in ("full", "F") for kind in own):
+        selecting = [x for x, kind in zip(kinds, layers, strict=True) if not _IS_KDA.get(kind)]
+        if any(kind not in ("full", "F") for kind in selecting):
             refuse("indexer_types", kinds, "no selection is shared across layers of KDA")
         config = {key: x for key, x in config.items() if key not in _SHARING}
     return _dsa_indexer(config, interleaved=True) | {

@@ -142,8 +142,8 @@ def _check_rotated(config: dict, rope: dict, where: str, v4: bool) -> None:
     )
     if not v4 or share is None or head is None:
         return
-    if dims is None and (own := config.get("partial_rotary_factor")) is not None:
-        dims = math.floor(head * own)
+    if dims is None and (factor := config.get("partial_rotary_factor")) is not None:
+        dims = math.floor(head * factor)
     if dims is not None and math.floor(head * share) != dims:
         refuse(f"{where}.partial_rotary_factor", share, f"contradicts qk_rope_head_dim = {dims}")
 

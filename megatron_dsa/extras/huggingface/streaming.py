@@ -145,7 +145,7 @@ def write_checkpoint(
     plans = writer.prepare_global_plan([SavePlan([]), *plans])[1:]
     results = [writer.write_data(plan, _Lazily(make)).wait() for plan in plans]
     metadata.state_dict_metadata |= saved.state_dict_metadata
-    results.append([WriteResult(index, 0, place) for index, place in saved.storage_data.items()])
+    results.append([WriteResult(index, 0, stored) for index, stored in saved.storage_data.items()])
     writer.finish(metadata, results)
 
 

@@ -55,9 +55,9 @@ class AdaptedLinear:
         out, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         down, up = self._factors()
         inner = self._shared(torch.nn.functional.linear(x, down))
-        rows = out.reshape(-1, out.shape[-1])
-        rows = torch.addmm(rows, inner.reshape(-1, inner.shape[-1]), up.t(), alpha=self.scale)
-        return rows.view_as(out), bias
+        tokens = out.reshape(-1, out.shape[-1])
+        tokens = torch.addmm(tokens, inner.reshape(-1, inner.shape[-1]), up.t(), alpha=self.scale)
+        return tokens.view_as(out), bias
 
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``A [n rank, in]`` and ``B [out, n rank]`` of all adapters."""
@@ -83,11 +83,11 @@ class AdaptedLinear:
         return torch.addmm(weight, up, down, alpha=self.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        own = dict(self.named_parameters(recurse=False))  # type: ignore[attr-defined]
-        adapters = {name: x for name, x in own.items() if is_adapter_parameter(name)}
+        parameters = dict(self.named_parameters(recurse=False))  # type: ignore[attr-defined]
+        adapters = {name: x for name, x in parameters.items() if is_adapter_parameter(name)}
         # torch's linears lack this method.
         describe = getattr(super(), "sharded_state_dict", None)
-        state, others = {}, own
+        state, others = {}, parameters
         if describe is not None:
             state = describe(prefix, sharded_offsets, metadata)
             others = adapters

@@ -89,8 +89,8 @@ def table_of(kinds: Counter[Kind]) -> list[str]:
 
 
 def _short(name: str) -> str:
-    module, _, own = name.rpartition(".")
-    return module.rpartition(".")[2] if own == "weight" else own
+    module, _, leaf = name.rpartition(".")
+    return module.rpartition(".")[2] if leaf == "weight" else leaf
 
 
 def _blocks(kind: Kind) -> str:
@@ -104,10 +104,10 @@ def _blocks(kind: Kind) -> str:
 
 def print_optimizer_table(models: list[Any], config: Any) -> None:
     """Print the table over all pipeline stages; collective."""
-    own = kinds_of(models, config.tensor_model_parallel_size, config.expert_model_parallel_size)
+    local = kinds_of(models, config.tensor_model_parallel_size, config.expert_model_parallel_size)
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[Counter[Kind] | None] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(stages, own, group)
+    torch.distributed.all_gather_object(stages, local, group)
     print_rank_0("> megatron_dsa parameters by optimizer:")
     for line in table_of(sum(filter(None, stages), Counter[Kind]())):
         print_rank_0(f">   {line}")

@@ -37,9 +37,9 @@ def dry_run(argv: list[str]) -> int:
     """
     if environment_number("RANK", 0):
         return 0
-    own, job = _planner_flags(argv)
-    world = own.dsa_dry_run_world or environment_number("WORLD_SIZE", 1, least=1)
-    gpu = GPUS[own.dsa_dry_run_gpu or gpu_here()]
+    flags, job = _planner_flags(argv)
+    world = flags.dsa_dry_run_world or environment_number("WORLD_SIZE", 1, least=1)
+    gpu = GPUS[flags.dsa_dry_run_gpu or gpu_here()]
     try:
         with _silence():
             plan = plan_of(job, world, gpu)
@@ -50,7 +50,7 @@ def dry_run(argv: list[str]) -> int:
         known = explain(error, "validate_args")
         assert known is not None
         notes: tuple[str, ...] = ()
-        if own.dsa_dry_run_world is None and "WORLD_SIZE" not in os.environ:
+        if flags.dsa_dry_run_world is None and "WORLD_SIZE" not in os.environ:
             notes = ("(planned for one GPU: --dsa-dry-run-world names another number)",)
         print("error:", known.message, *notes, file=sys.stderr)
         return known.code
@@ -76,10 +76,10 @@ def _silence():
 def _planner_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_dry_run_arguments(parser)
-    own, job = parser.parse_known_args(argv[1:])
-    for ok, message in range_rules(vars(own), FLAGS):
+    flags, job = parser.parse_known_args(argv[1:])
+    for ok, message in range_rules(vars(flags), FLAGS):
         require(ok, message)
-    return own, [argv[0], *job]
+    return flags, [argv[0], *job]
 
 
 def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META) -> Plan:

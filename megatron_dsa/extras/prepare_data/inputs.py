@@ -154,24 +154,24 @@ class Reader:
     def note(self, piece: Piece, fact: str) -> None:
         self.notes.append(f"--input {piece.path} {fact}")
 
-    def reject(self, place: Callable[[], str], fault: str) -> None:
+    def reject(self, location: Callable[[], str], fault: str) -> None:
         if not self.skip_broken:
             raise ConfigError(
-                f"--input {place()} {fault}. Correct it, or leave out broken records with "
+                f"--input {location()} {fault}. Correct it, or leave out broken records with "
                 "--skip-broken"
             )
         self.skipped["broken records"] += 1
         if len(self.named) < _NAMED:
-            self.named.append(f"{place()} {fault}")
+            self.named.append(f"{location()} {fault}")
 
-    def text_of(self, value: Any, place: Callable[[], str]) -> str | None:
+    def text_of(self, value: Any, location: Callable[[], str]) -> str | None:
         if not isinstance(value, str):
-            self.reject(place, f"holds no text at {self.key!r} but {_json_type(value)}")
+            self.reject(location, f"holds no text at {self.key!r} but {_json_type(value)}")
             return None
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            self.reject(place, f"holds half of a surrogate pair at {self.key!r}")
+            self.reject(location, f"holds half of a surrogate pair at {self.key!r}")
             return None
         return value
 
@@ -241,7 +241,7 @@ def _lines(piece: Piece, reader: Reader) -> _Texts:
 
 
 def _text_of_line(line: bytes, path: str, start: int, reader: Reader) -> str | None:
-    def place() -> str:
+    def location() -> str:
         return f"{path}:{_line_number(path, start)}"
 
     if not line.strip():
@@ -256,9 +256,9 @@ def _text_of_line(line: bytes, path: str, start: int, reader: Reader) -> str | N
         record, fault = None, f"is no JSON ({error})"
     if isinstance(record, dict):
         if reader.key in record:
-            return reader.text_of(record[reader.key], place)
+            return reader.text_of(record[reader.key], location)
         fault = _no_key(reader.key, record)
-    reader.reject(place, fault)
+    reader.reject(location, fault)
     return None
 
 
@@ -285,6 +285,6 @@ def _rows(piece: Piece, reader: Reader) -> _Texts:
         ):
             for value in batch.column(0).to_pylist():
                 done += 1
-                place = functools.partial("{}: row {}".format, piece.path, first + done)
-                text = reader.text_of(value, place)
+                location = functools.partial("{}: row {}".format, piece.path, first + done)
+                text = reader.text_of(value, location)
                 yield text, piece.size * done // total

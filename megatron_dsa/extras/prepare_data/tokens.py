@@ -74,7 +74,7 @@ def hugging_face_tokens(folder: str, append_eod: bool) -> Tokens:
     )
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = MegatronTokenizer.from_pretrained(folder, metadata_path={"library": "huggingface"})
-    own = tokenizer.tokenize("")  # every text gets these special tokens
+    special = tokenizer.tokenize("")  # every text gets these special tokens
     end, note = tokenizer.eod, ""
     if append_eod:
         require(
@@ -83,11 +83,11 @@ def hugging_face_tokens(folder: str, append_eod: bool) -> Tokens:
             "eos_token in its tokenizer_config.json, or leave the flag out",
         )
         require(
-            own[-1:] != [end],
+            special[-1:] != [end],
             f"--append-eod: the tokenizer of {folder} ends every text with its end-of-document "
             f"token {end} by itself: leave the flag out",
         )
-    elif own[-1:] != [end]:
+    elif special[-1:] != [end]:
         note = "no token marks where documents end (--append-eod adds one)"
     digest = hashlib.sha256()
     for file in sorted(file for file in path.iterdir() if file.suffix in _FILES and file.is_file()):

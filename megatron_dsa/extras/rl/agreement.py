@@ -89,51 +89,51 @@ def compare_selections(
         "record_layers",
     )
     results = []
-    for layer, own in selected.items():
+    for layer, local in selected.items():
         given = recorded[layer]
         check_form(given, f"recorded[{layer}]")
-        check_form(own, f"selected[{layer}]")
+        check_form(local, f"selected[{layer}]")
         if tokens is not None:
             given = given[tokens.to(given.device)]
         require(
-            len(given) == len(own),
-            f"recorded[{layer}] must have one row for each of the {len(own)} tokens of "
+            len(given) == len(local),
+            f"recorded[{layer}] must have one row for each of the {len(local)} tokens of "
             f"selected[{layer}], got {len(given)}: say which tokens they are",
         )
         results.append(
-            _compared(layer, rank, given.to(own.device), own, tokens, shown, workspace_bytes)
+            _compared(layer, rank, given.to(local.device), local, tokens, shown, workspace_bytes)
         )
     return results
 
 
-def _compared(layer, rank, given, own, tokens, shown, workspace_bytes) -> LayerAgreement:
+def _compared(layer, rank, given, local, tokens, shown, workspace_bytes) -> LayerAgreement:
     counts = torch.zeros(4, dtype=torch.int64)
     first: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
-    width = given.shape[1] + own.shape[1]
-    for rows in slices(len(own), items_within(workspace_bytes, _BYTES_PER_ENTRY * width)):
-        a, b = given[rows], own[rows]
+    width = given.shape[1] + local.shape[1]
+    for part in slices(len(local), items_within(workspace_bytes, _BYTES_PER_ENTRY * width)):
+        a, b = given[part], local[part]
         both = (a >= 0).any(1) & (b >= 0).any(1)
         only_a, only_b = _missing(a, b) & both[:, None], _missing(b, a) & both[:, None]
         differs = only_a.any(1) | only_b.any(1)
         keys = ((a >= 0) & both[:, None]).sum()
         counts += torch.stack([both.sum(), differs.sum(), keys, keys - only_a.sum()]).cpu()
         if first is None and differs.any():
-            row = int(differs.nonzero()[0])
-            token = rows.start + row
+            at = int(differs.nonzero()[0])
+            token = part.start + at
             token = token if tokens is None else int(tokens[token])
-            first = token, _some(a[row], only_a[row], shown), _some(b[row], only_b[row], shown)
+            first = token, _some(a[at], only_a[at], shown), _some(b[at], only_b[at], shown)
     return LayerAgreement(layer, rank, *counts.tolist(), *(first or ()))
 
 
 def _missing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Mark keys of ``a`` missing in ``b``, bool ``[r, K]``."""
     ordered = torch.where(b < 0, _NONE, b).sort(1).values
-    place = torch.searchsorted(ordered, a.contiguous()).clamp_max(ordered.shape[1] - 1)
-    return (a >= 0) & (ordered.gather(1, place) != a)
+    slot = torch.searchsorted(ordered, a.contiguous()).clamp_max(ordered.shape[1] - 1)
+    return (a >= 0) & (ordered.gather(1, slot) != a)
 
 
-def _some(row: torch.Tensor, chosen: torch.Tensor, shown: int) -> tuple[int, ...]:
-    return tuple(row[chosen].sort().values[:shown].tolist())
+def _some(keys: torch.Tensor, chosen: torch.Tensor, shown: int) -> tuple[int, ...]:
+    return tuple(keys[chosen].sort().values[:shown].tolist())
 
 
 def _listed(numbers) -> str:
@@ -184,12 +184,12 @@ def log_prob_gap(
         d.isfinite().all(),
         "log probabilities must be finite where they count: mask tokens that were not sampled",
     )
-    place = int(d.abs().argmax())
+    index = int(d.abs().argmax())
     return LogProbGap(
         float((d.exp() - 1 - d).mean()),
         float(-d.mean()),
-        float(d[place].abs()),
-        int(counted.nonzero()[place]),
+        float(d[index].abs()),
+        int(counted.nonzero()[index]),
         d.numel(),
     )
 

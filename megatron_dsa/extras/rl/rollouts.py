@@ -179,10 +179,10 @@ def selections_of(
 
     def last(record: torch.Tensor, length: int) -> torch.Tensor:
         seen, width = length // ratio, record.shape[2]
-        row = torch.full((width,), -1, dtype=torch.int32)
+        keys = torch.full((width,), -1, dtype=torch.int32)
         latest = torch.arange(max(seen - width, 0), seen, dtype=torch.int32)
-        row[: len(latest)] = latest
-        return row.expand(1, record.shape[1], width)
+        keys[: len(latest)] = latest
+        return keys.expand(1, record.shape[1], width)
 
     whole = list(_whole(records, lengths, padded_lengths, last))
     return _by_layer(whole, columns, alternating)

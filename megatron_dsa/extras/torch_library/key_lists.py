@@ -85,9 +85,9 @@ def _key_lists(
     shape = tokens.shape[0], lists.full_width
     indices = torch.full(shape, -1, dtype=torch.int32, device=tokens.device)
     length = torch.empty_like(layout.start)
-    for rows, part, part_length in lists.blocks(policy_of(policy)):
-        indices[rows, : part.shape[1]] = part
-        length[rows] = part_length
+    for block, part, part_length in lists.blocks(policy_of(policy)):
+        indices[block, : part.shape[1]] = part
+        length[block] = part_length
     return indices, length
 
 

@@ -41,8 +41,8 @@ def join_keys_of_ranks(
         return buffer, grad_proxy
     pooled, pooled_proxy = gather_keys(compressed, ranks.group)
     assert keys is not None
-    if keys.rows is not None:
-        pooled, pooled_proxy = _InOrder.apply(pooled, pooled_proxy, keys.rows)
+    if keys.key_indices is not None:
+        pooled, pooled_proxy = _InOrder.apply(pooled, pooled_proxy, keys.key_indices)
     return torch.cat([pooled, buffer]), _JoinProxies.apply(pooled_proxy, grad_proxy)
 
 
@@ -50,11 +50,11 @@ def index_keys_of_ranks(
     compressed: torch.Tensor, keys: CompressedKeys, ranks: Ranks
 ) -> torch.Tensor:
     """Return the indexer's compressed keys of all ranks, ``[slots, D]``."""
-    if keys.rows is None:
+    if keys.key_indices is None:
         return compressed
     gathered = finish_index_gather(start_gather(compressed, ranks.group), ranks)
     # No query sees a slot without a compressed key.
-    return gathered.index_select(0, keys.rows.clamp_max(gathered.shape[0] - 1))
+    return gathered.index_select(0, keys.key_indices.clamp_max(gathered.shape[0] - 1))
 
 
 def extend(
@@ -86,7 +86,7 @@ def _unshare(grad: torch.Tensor, tokens: int, halo: Halo, batch: int, group) -> 
 class _HoldKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, grad_proxy, halo, batch, group):
-        ctx.halo, ctx.batch, ctx.group, ctx.rows = halo, batch, group, keys.shape[0]
+        ctx.halo, ctx.batch, ctx.group, ctx.tokens = halo, batch, group, keys.shape[0]
         buffer = _share(keys, halo, batch, group)
         ctx.mark_non_differentiable(buffer)
         return buffer, grad_proxy_for(buffer)
@@ -94,38 +94,38 @@ class _HoldKeys(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, _dkeys, grad):
-        return None, _unshare(grad, ctx.rows, ctx.halo, ctx.batch, ctx.group), None, None, None
+        return None, _unshare(grad, ctx.tokens, ctx.halo, ctx.batch, ctx.group), None, None, None
 
 
 class _InOrder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, keys, grad_proxy, rows):
+    def forward(ctx, keys, grad_proxy, key_indices):
         ctx.count = keys.shape[0]
-        ctx.save_for_backward(rows)
-        ordered = keys.index_select(0, rows.clamp_max(keys.shape[0] - 1))
+        ctx.save_for_backward(key_indices)
+        ordered = keys.index_select(0, key_indices.clamp_max(keys.shape[0] - 1))
         ctx.mark_non_differentiable(ordered)
         return ordered, grad_proxy_for(ordered)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, _dkeys, grad):
-        (rows,) = ctx.saved_tensors
+        (key_indices,) = ctx.saved_tensors
         # Empty slots write to a spare entry of the buffer.
         back = grad.new_zeros(ctx.count + 1, grad.shape[1])
-        return None, back.index_copy_(0, rows, grad)[:-1], None
+        return None, back.index_copy_(0, key_indices, grad)[:-1], None
 
 
 class _JoinProxies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, first, second):
-        ctx.rows = first.shape[0]
-        rows = first.shape[0] + second.shape[0]
-        return first.new_zeros(()).expand(rows, first.shape[1])
+        ctx.count = first.shape[0]
+        total = first.shape[0] + second.shape[0]
+        return first.new_zeros(()).expand(total, first.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return grad[: ctx.rows], grad[ctx.rows :]
+        return grad[: ctx.count], grad[ctx.count :]
 
 
 class _Extend(torch.autograd.Function):
@@ -134,7 +134,7 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, halo, batch, group, *tensors):
         ctx.halo, ctx.batch, ctx.group = halo, batch, group
-        shared, own = _tokens(halo.shared, batch), _tokens(halo.local, batch)
+        shared, local = _tokens(halo.shared, batch), _tokens(halo.local, batch)
         before, source = _tokens(halo.before, batch), _tokens(halo.source, batch)
         widths = [x.shape[1] for x in tensors]
         sent = torch.cat([x.index_select(0, shared) for x in tensors], 1)
@@ -143,14 +143,14 @@ class _Extend(torch.autograd.Function):
         results = []
         for x, part in zip(tensors, received.split(widths, 1), strict=True):
             result = x.new_empty(halo.length * batch, x.shape[1])
-            results.append(result.index_copy_(0, own, x).index_copy_(0, before, part))
+            results.append(result.index_copy_(0, local, x).index_copy_(0, before, part))
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         halo, batch, group = ctx.halo, ctx.batch, ctx.group
-        own = _tokens(halo.local, batch)
+        local = _tokens(halo.local, batch)
         before, source = _tokens(halo.before, batch), _tokens(halo.source, batch)
         count = halo.shared.numel() * batch * group.size()
         part = torch.cat([grad.index_select(0, before) for grad in grads], 1)
@@ -158,7 +158,7 @@ class _Extend(torch.autograd.Function):
         sent = part.new_zeros(count, part.shape[1]).index_add_(0, source.clamp_min(0), part)
         shared = scatter_sum(sent, group).split([grad.shape[1] for grad in grads], 1)
         results = [
-            grad.index_select(0, own).index_add_(0, _tokens(halo.shared, batch), x)
+            grad.index_select(0, local).index_add_(0, _tokens(halo.shared, batch), x)
             for grad, x in zip(grads, shared, strict=True)
         ]
         return None, None, None, *results

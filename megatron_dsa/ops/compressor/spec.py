@@ -110,7 +110,7 @@ def fake(candidate: Candidate, inputs: CompressorInputs) -> torch.Tensor:
 
 def reference(inputs: CompressorInputs) -> torch.Tensor:
     groups, ratio, dim = inputs.groups, inputs.ratio, inputs.dim
-    last, first_half = slice(inputs.values.shape[1] - dim, None), slice(0, dim)
+    last, front = slice(inputs.values.shape[1] - dim, None), slice(0, dim)
     dtype = torch.promote_types(inputs.values.dtype, torch.float32)
     pooled = []
     for first, position in zip(groups.first_token.tolist(), groups.position.tolist(), strict=True):
@@ -118,9 +118,7 @@ def reference(inputs: CompressorInputs) -> torch.Tensor:
         if first >= 0:
             taken += [(first + i * groups.token_step, i, last) for i in range(ratio)]
         if first >= 0 and inputs.overlap and position > 0:
-            taken += [
-                (first + (i - ratio) * groups.token_step, i, first_half) for i in range(ratio)
-            ]
+            taken += [(first + (i - ratio) * groups.token_step, i, front) for i in range(ratio)]
         if not taken:
             pooled.append(inputs.values.new_zeros(dim))
             continue

@@ -43,7 +43,7 @@ def forward(q, k, v, causal, scale, sequences: Dense) -> tuple[torch.Tensor, tor
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
-    return _rows(out), lse_from_kernel(lse.reshape(lse.shape[:3]), sequences)
+    return _tokens_first(out), lse_from_kernel(lse.reshape(lse.shape[:3]), sequences)
 
 
 def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense) -> tuple[torch.Tensor, ...]:
@@ -57,7 +57,7 @@ def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense) -> tuple[
         dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0,
         causal, scale=scale,
     )  # fmt: skip
-    return tuple(map(_rows, gradients))
+    return tuple(map(_tokens_first, gradients))
 
 
 @cache
@@ -70,5 +70,5 @@ def _heads_first(x: torch.Tensor, sequences: Dense) -> torch.Tensor:
     return x.unflatten(0, (-1, sequences.batch)).permute(1, 2, 0, 3)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
     return x.permute(2, 0, 1, 3).flatten(0, 1)

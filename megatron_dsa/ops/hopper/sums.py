@@ -49,10 +49,10 @@ def largest(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, ord=float("inf")).float()
 
 
-def units_for(rows: int, per_row: torch.Tensor) -> torch.Tensor:
+def units_for(count: int, bound: torch.Tensor) -> torch.Tensor:
     """Return the fixed-point scale, a power of two in fp32 ``[1]``, without GPU synchronisation.
 
-    A sum of ``rows`` addends up to ``per_row`` stays within 2^61: bf16 roundings need room.
+    A sum of ``count`` addends up to ``bound`` stays within 2^61: bf16 roundings need room.
     """
-    exponent = torch.floor(62 - torch.log2(2 * rows * per_row)).clamp(max=100)
+    exponent = torch.floor(62 - torch.log2(2 * count * bound)).clamp(max=100)
     return torch.exp2(exponent).view(1)

@@ -15,7 +15,7 @@ TILE = 64
 #: Number of threads that copy one key or query, 16 bytes per copy.
 COPIERS = 8
 #: Threads of a warpgroup, and keys that a warpgroup copies at a time.
-GROUP, ROWS = 128, 128 // COPIERS
+GROUP, COPIED_KEYS = 128, 128 // COPIERS
 #: Columns per swizzled slab of shared memory.
 SLAB = 64
 #: Value columns: all, half and a quarter.
@@ -86,16 +86,16 @@ class BlockWork:
 
 @T.macro
 def block_work(block, Length, rows, shape):
-    place, rank = block // shape.tiles, block % shape.tiles
+    index, rank = block // shape.tiles, block % shape.tiles
     head = rank * shape.tile
-    first = place * shape.group * shape.heads + head
-    owned = (
+    first = index * shape.group * shape.heads + head
+    tile_rows = (
         T.min(shape.heads - head, shape.tile)
         if shape.group == 1
         else T.min(rows - first, shape.group * shape.heads)
     )
-    n = Length[place]
-    return BlockWork(place, head, first, owned, n, rank)
+    n = Length[index]
+    return BlockWork(index, head, first, tile_rows, n, rank)
 
 
 @T.macro

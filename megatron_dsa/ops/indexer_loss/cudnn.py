@@ -31,12 +31,12 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
     value = student.new_zeros(())
     step = items_within(inputs.workspace_bytes, width * 24)
     for first in range(0, student.shape[0], step):
-        rows = slice(first, first + step)
-        value += _kl_rows(student[rows], inputs.teacher[rows], valid[rows])
+        tokens = slice(first, first + step)
+        value += _kl_sum(student[tokens], inputs.teacher[tokens], valid[tokens])
     return IndexerLoss(value, _gradients(inputs, student) if inputs.want_gradients else None)
 
 
-def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+def _kl_sum(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Return the KL sum; normalise the teacher and mask the student in place."""
     teacher.masked_fill_(~valid, 0.0)
     mass = teacher.sum(-1, keepdim=True)
@@ -52,7 +52,7 @@ def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradie
     from cudnn import DSA
 
     x = inputs.indexer
-    rows, heads = x.q.shape[:2]
+    tokens, heads = x.q.shape[:2]
     padded = padded_heads(heads, (64,))
     valid, indices = masked_indices(inputs.indices, inputs.topk_length, x.k.shape[0])
     trained = valid & (inputs.teacher.sum(-1, keepdim=True) > 0)
@@ -65,7 +65,7 @@ def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradie
         indices[None],
         torch.ones(1, dtype=torch.float32, device=x.q.device),
         sm_scale=1.0,
-        loss_coeff=float(rows),
+        loss_coeff=float(tokens),
         topk_indices_global=False,
         d_index_k=torch.empty(1, *x.k.shape, dtype=torch.float32, device=x.q.device),
     )

@@ -41,15 +41,15 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
     value = x.q.new_zeros((), dtype=acc)
     grads = Gradients(x, inputs.dq) if inputs.want_gradients else None
     for chunk in _sparse_chunks(inputs):
-        teacher = inputs.teacher[chunk.rows]
-        part, student = _kl_rows(chunk.logits(), teacher, chunk.mask)
+        teacher = inputs.teacher[chunk.tokens]
+        part, student = _kl_sum(chunk.logits(), teacher, chunk.mask)
         value += part
         if grads is not None:
             chunk.backward(student.sub_(teacher), grads)
     return IndexerLoss(value, None if grads is None else grads.result())
 
 
-def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
+def _kl_sum(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
     """Return the KL sum and the student; normalise ``teacher`` in place."""
     teacher.masked_fill_(~mask, 0.0)
     mass = teacher.sum(-1, keepdim=True)
@@ -69,24 +69,24 @@ def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
 @dataclasses.dataclass
 class _SparseChunk:
     inputs: IndexerInputs
-    rows: slice
+    tokens: slice
     index: torch.Tensor  # [r, K] int64; invalid entries index the spare key
     mask: torch.Tensor  # [r, K]
     keys: torch.Tensor  # [r, K, DI]
     products: torch.Tensor  # [r, HI, K], after the relu
 
     def weights(self) -> torch.Tensor:
-        return self.inputs.weights[self.rows].to(self.products.dtype)
+        return self.inputs.weights[self.tokens].to(self.products.dtype)
 
     def logits(self) -> torch.Tensor:
         return torch.bmm(self.weights()[:, None], self.products).squeeze(1)
 
     def backward(self, dlogits: torch.Tensor, grads: Gradients) -> None:
         x = self.inputs
-        grads.weights[self.rows] = torch.bmm(self.products, dlogits[..., None]).squeeze(-1)
+        grads.weights[self.tokens] = torch.bmm(self.products, dlogits[..., None]).squeeze(-1)
         dproducts = _through_relu(self.products, dlogits, self.weights(), x.relu).to(x.q.dtype)
-        grads.q[self.rows] = bmm(dproducts, self.keys).to(x.q.dtype)
-        dkeys = bmm(dproducts.transpose(1, 2), x.q[self.rows])
+        grads.q[self.tokens] = bmm(dproducts, self.keys).to(x.q.dtype)
+        dkeys = bmm(dproducts.transpose(1, 2), x.q[self.tokens])
         grads.k_with_spare.index_add_(0, self.index.flatten(), dkeys.flatten(0, 1))
 
 
@@ -96,17 +96,17 @@ def _sparse_chunks(inputs: SparseLossInputs) -> Iterator[_SparseChunk]:
     num_keys = x.k.shape[0]
     table = torch.cat([x.k, x.k.new_zeros(1, dim)])
     acc = accumulation_dtype(x.q.dtype)
-    per_row = width * ((3 * dim + 3 * heads + 6) * acc.itemsize + 24)
-    rows_at_once = items_within(inputs.workspace_bytes, per_row)
-    for first in range(0, x.q.shape[0], rows_at_once):
-        rows = slice(first, first + rows_at_once)
-        index = inputs.indices[rows]
-        length = None if inputs.topk_length is None else inputs.topk_length[rows]
+    per_token = width * ((3 * dim + 3 * heads + 6) * acc.itemsize + 24)
+    tokens_at_once = items_within(inputs.workspace_bytes, per_token)
+    for first in range(0, x.q.shape[0], tokens_at_once):
+        tokens = slice(first, first + tokens_at_once)
+        index = inputs.indices[tokens]
+        length = None if inputs.topk_length is None else inputs.topk_length[tokens]
         mask = valid_entries(index, length, num_keys)
         index = torch.where(mask, index, num_keys).long()
         keys = table[index]
-        products = bmm(x.q[rows], keys.transpose(1, 2))
-        yield _SparseChunk(x, rows, index, mask, keys, products.relu_() if x.relu else products)
+        products = bmm(x.q[tokens], keys.transpose(1, 2))
+        yield _SparseChunk(x, tokens, index, mask, keys, products.relu_() if x.relu else products)
 
 
 def _through_relu(products, dlogits, weights, relu: bool) -> torch.Tensor:

@@ -172,21 +172,21 @@ def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
     )
     # A query-key pair also needs masks, two teachers, scores and score gradients.
     pair = products + 4 + 4 * widest + index_item
-    row = index_heads * index_dim * acc
-    row += some_index_heads * index_dim * (2 * index_item + 2 * acc + index_copy)
-    row += heads * dim * (item + copy) + 6 * all_heads * teacher_acc
+    token = index_heads * index_dim * acc
+    token += some_index_heads * index_dim * (2 * index_item + 2 * acc + index_copy)
+    token += heads * dim * (item + copy) + 6 * all_heads * teacher_acc
     slot = index_dim * (index_item * gathers + index_copy + acc)
     fixed = 0
     if isinstance(k, ExpandedKeys):
         slot += gathered_bytes(k) * gathers + heads * dim * item
     elif isinstance(k, LatentKeys):
-        own = k.w_uk.shape[1]
-        slot += k.latents.shape[1] * item * gathers + heads * (own + dim) * item
-        fixed = 0 if k.w_uk.is_contiguous() else heads * own * k.w_uk.shape[2] * item
+        nope = k.w_uk.shape[1]
+        slot += k.latents.shape[1] * item * gathers + heads * (nope + dim) * item
+        fixed = 0 if k.w_uk.is_contiguous() else heads * nope * k.w_uk.shape[2] * item
     else:
         slot += k.shape[1] * dim * item * gathers
     slot += min(heads, all_heads) * dim * copy
-    return TileBytes(pair, row, slot, fixed)
+    return TileBytes(pair, token, slot, fixed)
 
 
 def _accumulator(x: torch.Tensor) -> tuple[int, int]:

@@ -152,9 +152,9 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _takes_columns(out: torch.Tensor, layout: Layout, block: Block) -> bool:
-    columns_are_rows = block.lo == 0 and layout.key_indices is None
+    columns_are_keys = block.lo == 0 and layout.key_indices is None
     # Kernels store aligned vectors of 16 bytes.
-    return columns_are_rows and out.is_contiguous() and out.data_ptr() % 16 == 0
+    return columns_are_keys and out.is_contiguous() and out.data_ptr() % 16 == 0
 
 
 def _scored(layout: Layout, block: Block, seen: Seen, topk: int) -> Seen:

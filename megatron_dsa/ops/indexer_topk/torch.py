@@ -104,8 +104,8 @@ def put(
         found = torch.where(few, found, columns, out=columns)
     slots = torch.where(found < 0, found, found + first)
     if key_indices is not None:
-        rows = key_indices[slots.clamp_min(0).long()].to(slots.dtype)
-        slots = torch.where(slots < 0, slots, rows)
+        keys = key_indices[slots.clamp_min(0).long()].to(slots.dtype)
+        slots = torch.where(slots < 0, slots, keys)
     out.copy_(slots)
 
 

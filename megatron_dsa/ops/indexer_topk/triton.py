@@ -54,18 +54,18 @@ def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.T
 
 @triton.jit(do_not_specialize=["first", "topk", "stride", "key_indices"])
 def _put(out, columns, start, end, key_indices, first, topk, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < topk
-    begin, stop = tl.load(start + row), tl.load(end + row)
+    begin, stop = tl.load(start + query), tl.load(end + query)
     column = tl.where(begin + entry < stop, begin + entry, -1)
     if columns is not None:
-        given = tl.load(columns + row * topk + entry, mask=inside, other=-1)
+        given = tl.load(columns + query * topk + entry, mask=inside, other=-1)
         column = tl.where(stop - begin > topk, given, column)
     key = column + first
     if key_indices is not None:
         key = tl.load(key_indices + key, mask=inside & (column >= 0), other=0).to(tl.int32)
-    tl.store(out + row * stride + entry, tl.where(column < 0, -1, key), mask=inside)
+    tl.store(out + query * stride + entry, tl.where(column < 0, -1, key), mask=inside)
 
 
 def put(
@@ -79,8 +79,8 @@ def put(
     if out.numel():
         columns = None if columns is None else columns.contiguous()
         launch(
-            _put, (tokens, ceil_div(topk, block)),
-            out, columns, seen.start, seen.end, key_indices, first, topk, out.stride(0), BLOCK=block,
+            _put, (tokens, ceil_div(topk, block)), out,
+            columns, seen.start, seen.end, key_indices, first, topk, out.stride(0), BLOCK=block,
         )  # fmt: skip
 
 
@@ -89,11 +89,11 @@ def _largest(x, unseen, width, count, BLOCK: tl.constexpr):
     largest = tl.zeros([BLOCK], tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for begin in range(first, count, tl.num_programs(0) * BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        inside = place < count
+        index = begin + tl.arange(0, BLOCK)
+        inside = index < count
         if unseen is not None:
-            inside &= tl.load(unseen + place // width, mask=inside, other=1) == 0
-        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+            inside &= tl.load(unseen + index // width, mask=inside, other=1) == 0
+        value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & _MAGNITUDE)
     return tl.max(largest, 0)
 
@@ -112,10 +112,10 @@ def _magnitudes(
 
 @triton.jit(do_not_specialize=["limit"])
 def _fit(largest, holds, limit, PROGRAMS: tl.constexpr):
-    place = tl.arange(0, PROGRAMS)
-    q = tl.max(tl.load(largest + place), 0).to(tl.float32, bitcast=True)
-    k = tl.max(tl.load(largest + PROGRAMS + place), 0).to(tl.float32, bitcast=True)
-    weights = tl.max(tl.load(largest + 2 * PROGRAMS + place), 0).to(tl.float32, bitcast=True)
+    index = tl.arange(0, PROGRAMS)
+    q = tl.max(tl.load(largest + index), 0).to(tl.float32, bitcast=True)
+    k = tl.max(tl.load(largest + PROGRAMS + index), 0).to(tl.float32, bitcast=True)
+    weights = tl.max(tl.load(largest + 2 * PROGRAMS + index), 0).to(tl.float32, bitcast=True)
     products = q * k
     # The comparison is false for NaN.
     tl.store(holds, products + products * weights < limit)

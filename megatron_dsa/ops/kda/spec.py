@@ -201,24 +201,24 @@ def fake_kda_norm(candidate: Candidate, inputs: NormInputs) -> torch.Tensor:
 def _documents(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> list[tuple[int, slice]]:
     """Return the batch element and the tokens of each sequence that is not empty."""
     if cu_seqlens is None:
-        return [(row, slice(0, x.shape[1])) for row in range(x.shape[0])]
+        return [(element, slice(0, x.shape[1])) for element in range(x.shape[0])]
     bounds = cu_seqlens.tolist()
     return [(0, slice(*pair)) for pair in pairwise(bounds) if pair[0] < pair[1]]
 
 
 def reference_convolution(inputs: ConvolutionInputs) -> torch.Tensor:
     out = torch.zeros_like(inputs.x)
-    for row, tokens in _documents(inputs.cu_seqlens, inputs.x):
-        out[row, tokens] = kda_convolution(inputs.x[row, tokens], inputs.weight)
+    for element, tokens in _documents(inputs.cu_seqlens, inputs.x):
+        out[element, tokens] = kda_convolution(inputs.x[element, tokens], inputs.weight)
     return out
 
 
 def reference_attention(inputs: KDAInputs) -> torch.Tensor:
     *by_token, A_log, dt_bias = inputs.tensors
     out = torch.zeros_like(inputs.v)
-    for row, tokens in _documents(inputs.cu_seqlens, inputs.q):
-        q, k, v, g, beta = (x[row, tokens] for x in by_token)
-        out[row, tokens] = kda_attention(q, k, v, g, beta, A_log, dt_bias, inputs.lower_bound)
+    for element, tokens in _documents(inputs.cu_seqlens, inputs.q):
+        q, k, v, g, beta = (x[element, tokens] for x in by_token)
+        out[element, tokens] = kda_attention(q, k, v, g, beta, A_log, dt_bias, inputs.lower_bound)
     return out
 
 

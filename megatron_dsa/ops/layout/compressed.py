@@ -50,7 +50,7 @@ class CompressedKeys:
     layout: Layout
     groups: Groups
     halo: Halo | None = None
-    rows: torch.Tensor | None = None
+    key_indices: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -124,16 +124,16 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
         completes &= global_layout.real
     slots = _first_slots(global_layout, ratio) + global_layout.position // ratio
     if layout.key_ownership is None:
-        rows = torch.arange(global_layout.num_keys, device=slots.device)
-        groups = _groups(rows, completes, global_layout.position, ratio, elements, per_element)
+        tokens = torch.arange(global_layout.num_keys, device=slots.device)
+        groups = _groups(tokens, completes, global_layout.position, ratio, elements, per_element)
         return CompressedKeys(ratio, visibility, groups)
     keys, reach = layout.key_ownership, ratio * (2 if overlap else 1) - 1
     halo = halo_of(layout, keys.sharding, reach)
     step, mine = keys.batch, keys.sharding.rank
     element = torch.arange(step, device=slots.device)
-    rows_of = (keys.table[..., None] * step + element).flatten(1)
+    tokens_of = (keys.table[..., None] * step + element).flatten(1)
     per_element = halo.length // ratio
-    local = rows_of[mine]
+    local = tokens_of[mine]
     # True if the halo holds the previous group, which is not in the same run.
     before = torch.ones_like(halo.runs[mine], dtype=torch.bool)
     before[ratio:] = halo.runs[mine, ratio:] != halo.runs[mine, :-ratio]
@@ -152,25 +152,25 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     pooled = (pooled + per_element * (element + step * rank)).flatten()
     spare = keys.sharding.ranks * step * per_element
     of_slot = torch.full((visibility.num_keys + 1,), spare, device=slots.device)
-    goal = torch.where(completes, slots, visibility.num_keys)[rows_of.flatten()]
+    goal = torch.where(completes, slots, visibility.num_keys)[tokens_of.flatten()]
     of_slot.scatter_(0, goal, pooled)
     return CompressedKeys(ratio, visibility, groups, halo, of_slot[:-1])
 
 
 def _groups(
-    rows, completes, position, ratio: int, step: int, per_element: int, alone=None
+    tokens, completes, position, ratio: int, step: int, per_element: int, alone=None
 ) -> Groups:
-    """Return the groups whose last tokens are among ``rows``.
+    """Return the groups whose last tokens are among ``tokens``.
 
     ``alone`` marks groups that follow another rank's group. The local rank also pools that
     group, because the backward needs its slot, and discards the result.
     """
-    first = rows - (ratio - 1) * step
+    first = tokens - (ratio - 1) * step
     slot = first % step * per_element + first.div(step * ratio, rounding_mode="floor")
     # Tokens that complete no group write to a spare slot.
     spare = step * per_element
-    first_token = torch.full((spare + 1,), -1, dtype=torch.int32, device=rows.device)
-    begins = torch.zeros(spare + 1, dtype=torch.int64, device=rows.device)
+    first_token = torch.full((spare + 1,), -1, dtype=torch.int32, device=tokens.device)
+    begins = torch.zeros(spare + 1, dtype=torch.int64, device=tokens.device)
     if alone is not None:
         goal = torch.where(completes & alone & (position >= 2 * ratio - 1), slot - 1, spare)
         first_token.scatter_(0, goal, (first - ratio * step).int())

@@ -52,9 +52,9 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     assert keys is not None and layout.sequences is not None
     global_layout = layout.all_tokens
     global_positions = keys.table.view(sharding.ranks, -1)
-    ranks, rows = global_positions.shape
+    ranks, positions = global_positions.shape
     device = global_positions.device
-    row = torch.arange(rows, device=device)
+    index = torch.arange(positions, device=device)
     most = sharding.runs(layout.sequences.count)
 
     begins = torch.ones_like(global_positions, dtype=torch.bool)
@@ -62,36 +62,36 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     runs = begins.cumsum(1) - 1
     ends = torch.ones_like(begins)
     ends[:, :-1] = begins[:, 1:]
-    last = torch.where(ends, row, rows - 1).flip(1).cummin(1).values.flip(1)
+    last = torch.where(ends, index, positions - 1).flip(1).cummin(1).values.flip(1)
 
-    count = min(rows, most * reach)
-    needed = last - row < reach
+    count = min(positions, most * reach)
+    needed = last - index < reach
     shared_index = torch.where(needed, needed.cumsum(1) - 1, count)
     shared = torch.zeros(ranks, count + 1, dtype=torch.int64, device=device)
-    shared.scatter_(1, shared_index, row.expand_as(global_positions))
+    shared.scatter_(1, shared_index, index.expand_as(global_positions))
 
     spare = global_layout.num_queries // keys.batch
     in_shared = torch.full((spare + 1,), -1, device=device)
     of_rank = count * torch.arange(ranks, device=device)[:, None] + shared_index
     in_shared.scatter_(0, torch.where(needed, global_positions, spare).flatten(), of_rank.flatten())
     in_shared = in_shared[:-1]
-    held = torch.where(in_shared < 0, -1, rows + in_shared)
-    held[global_positions[sharding.rank]] = row
+    held = torch.where(in_shared < 0, -1, positions + in_shared)
+    held[global_positions[sharding.rank]] = index
     element = torch.arange(keys.batch, device=device)[:, None]
     held = (held * keys.batch + element).flatten()
 
-    first = torch.full((most + 1,), rows, device=device)
+    first = torch.full((most + 1,), positions, device=device)
     rank = sharding.rank
     first.scatter_(
-        0, torch.where(begins[rank], runs[rank], most), torch.where(begins[rank], row, rows)
+        0, torch.where(begins[rank], runs[rank], most), torch.where(begins[rank], index, positions)
     )
     first = first[:most, None]
     offset = torch.arange(reach, device=device)
     before = first + reach * torch.arange(most, device=device)[:, None] + offset
-    begin = global_positions[rank, first.clamp_max(rows - 1)]
+    begin = global_positions[rank, first.clamp_max(positions - 1)]
     floor = global_layout.start[begin * keys.batch].long()
     position = begin - reach + offset
-    exists = (first < rows) & (position >= floor)
+    exists = (first < positions) & (position >= floor)
     source = torch.where(exists, in_shared[position.clamp_min(0)], -1)
-    extended = row + reach * (runs[rank] + 1)
+    extended = index + reach * (runs[rank] + 1)
     return Halo(reach, shared[rank, :-1], held, runs, extended, before.flatten(), source.flatten())

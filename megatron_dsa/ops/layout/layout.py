@@ -155,7 +155,7 @@ class Layout:
         num_keys: number of keys, and slots, of the key buffer.
         start, end: int32 ``[num_queries]``, range of the slots visible to a query.
         position: int64 ``[num_queries]``, position in the sequence for rope.
-        key_indices: int64 ``[num_keys]``, slot -> index in the key buffer, ``None`` for the identity.
+        key_indices: int64 ``[num_keys]``, slot -> index in the key buffer; ``None``: the identity.
         real: bool ``[num_queries]``, ``False`` for padding; ``None`` if not :attr:`packed`.
         query_ranges: host-side bounds that cover every query token exactly once.
         max_length: host-side upper bound of the number of slots visible to a query.
@@ -278,8 +278,8 @@ class Layout:
     def to_key_indices(self, slots: torch.Tensor) -> torch.Tensor:
         if self.key_indices is None:
             return slots
-        rows = self.key_indices[slots.clamp_min(0).long()].to(slots.dtype)
-        return torch.where(slots < 0, slots, rows)
+        indices = self.key_indices[slots.clamp_min(0).long()].to(slots.dtype)
+        return torch.where(slots < 0, slots, indices)
 
     def blocks(
         self, tokens_for_width: Callable[[int], int], cut: int | None = None

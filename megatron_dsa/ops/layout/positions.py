@@ -157,14 +157,14 @@ def local_part(indices: torch.Tensor, layout: Layout, queries: Sharding, name: s
         f"ranks ({total}), padding included, got {len(indices)}",
     )
 
-    def rows() -> torch.Tensor:
+    def tokens() -> torch.Tensor:
         keys = layout.key_ownership
         assert keys is not None
         step = keys.batch
         element = torch.arange(step, device=device)
         return (keys.of(queries)[:, None] * step + element).flatten()
 
-    return indices.to(device, non_blocking=True)[layout.derive(("local rows", queries), rows)]
+    return indices.to(device, non_blocking=True)[layout.derive(("local rows", queries), tokens)]
 
 
 def _blocks(indices: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:

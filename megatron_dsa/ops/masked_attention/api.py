@@ -162,10 +162,10 @@ class _Settings:
         parts = sample.parts // ranks
         # Dims are token rank, head rank, part, and token of the part.
         tokens = tokens.view(-1, ranks, parts, len(sample.tokens) // sample.parts)
-        own = tokens[:, rank].transpose(0, 1).flatten()
-        heads = torch.arange(parts, device=own.device).repeat_interleave(len(own) // parts)
-        q, lse = (x.unflatten(1, (parts, -1))[own, heads] for x in (inputs.q, lse))
-        inputs = replace(inputs, q=q, bits=inputs.bits[own], part=len(own) // parts, kept={})
+        local = tokens[:, rank].transpose(0, 1).flatten()
+        heads = torch.arange(parts, device=local.device).repeat_interleave(len(local) // parts)
+        q, lse = (x.unflatten(1, (parts, -1))[local, heads] for x in (inputs.q, lse))
+        inputs = replace(inputs, q=q, bits=inputs.bits[local], part=len(local) // parts, kept={})
         call = replace(self.call, heads=q.shape[1])
         found = PROBABILITIES.run(call, self.policy, inputs, lse, width, slice(None))
         if group is None:

@@ -110,9 +110,9 @@ def _probabilities_of_block(
         key, _ = _heads_first(inputs, keys)
         probs = _probabilities(inputs, tokens, keys, key, lse).sum(0)
         mask = _mask(inputs, tokens, keys)
-        place = mask.cumsum(1).add_(count)
-        count = place[:, -1:]
-        column = torch.where(mask, place - 1, width).clamp_max_(width)
+        slot = mask.cumsum(1).add_(count)
+        count = slot[:, -1:]
+        column = torch.where(mask, slot - 1, width).clamp_max_(width)
         sums.scatter_(1, column, probs)
         ids = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=mask.device)
         listed.scatter_(1, column, ids.expand_as(column))

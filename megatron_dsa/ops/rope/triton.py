@@ -26,13 +26,13 @@ _ANY_SIZES = {
 
 @triton.jit
 def _turn(
-    x, cos, sin, row, stride,
+    x, cos, sin, token, stride,
     D: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     pair = tl.arange(0, BLOCK_D // 2) - (D // 2 - HALF)
     turned = (pair >= 0) & (pair < HALF)
-    at = row * stride + pair
+    at = token * stride + pair
     c = tl.load(cos + at, mask=turned, other=1.0)[None, :]
     s = tl.load(sin + at, mask=turned, other=0.0)[None, :]
     if INVERSE:
@@ -45,32 +45,32 @@ def _turn(
 
 
 @triton.jit
-def _place(
-    row_stride, head_stride,
+def _offsets(
+    token_stride, head_stride,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_D)
-    at = (row * H + head)[:, None] * D + dim[None, :]
-    source = row * row_stride + head[:, None] * head_stride + dim[None, :]
-    return row, head, at, (head < H)[:, None] & (dim < D)[None, :], source
+    at = (token * H + head)[:, None] * D + dim[None, :]
+    source = token * token_stride + head[:, None] * head_stride + dim[None, :]
+    return token, head, at, (head < H)[:, None] & (dim < D)[None, :], source
 
 
 @triton.jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _forward(
-    x, y, cos, sin, rstd, eps, stride, row_stride, head_stride,
+    x, y, cos, sin, rstd, eps, stride, token_stride, head_stride,
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     INVERSE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    row, head, at, mask, source = _place(row_stride, head_stride, H, D, BLOCK_H, BLOCK_D)
+    token, head, at, mask, source = _offsets(token_stride, head_stride, H, D, BLOCK_H, BLOCK_D)
     value = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)
-        tl.store(rstd + row * H + head, scale, mask=head < H)
+        tl.store(rstd + token * H + head, scale, mask=head < H)
         value = value * scale[:, None]
-    value = _turn(value, cos, sin, row, stride, D, HALF, INVERSE, BLOCK_H, BLOCK_D)
+    value = _turn(value, cos, sin, token, stride, D, HALF, INVERSE, BLOCK_H, BLOCK_D)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
 
 
@@ -81,12 +81,12 @@ def _norm_backward(
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write the input gradient; rotations preserve inner products, so it is rotated once."""
-    row, head, at, mask, _ = _place(0, 0, H, D, BLOCK_H, BLOCK_D)
+    token, head, at, mask, _ = _offsets(0, 0, H, D, BLOCK_H, BLOCK_D)
     out = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.load(rstd + row * H + head, mask=head < H, other=0.0)
+    scale = tl.load(rstd + token * H + head, mask=head < H, other=0.0)
     grad = (grad - out * (tl.sum(grad * out, 1) / D)[:, None]) * scale[:, None]
-    grad = _turn(grad, cos, sin, row, stride, D, HALF, True, BLOCK_H, BLOCK_D)
+    grad = _turn(grad, cos, sin, token, stride, D, HALF, True, BLOCK_H, BLOCK_D)
     tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=mask)
 
 

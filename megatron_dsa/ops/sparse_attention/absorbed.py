@@ -176,8 +176,8 @@ class _Backward:
         self.plan, self.blocks, self.lse, self.dout = plan, blocks, lse, dout
         self.latents = dict(zip((x.start for x in plan.blocks), latents, strict=False))
         # A bound method would keep buffers alive in a reference cycle.
-        rows = blocks.q.shape[:2].numel()
-        self.keys = KeyGradientAccumulator(rows, partial(_bounds, blocks, dout))
+        query_heads = blocks.q.shape[:2].numel()
+        self.keys = KeyGradientAccumulator(query_heads, partial(_bounds, blocks, dout))
         self.dlatent = blocks.buffer(blocks.q.shape[1], blocks.rank)
         self.wants_q, self.wants_weights = wants_q, wants_weights
         self.dq: torch.Tensor | None = None
@@ -201,8 +201,8 @@ class _Backward:
         group = head_group if sample.parts > 1 else None
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         parts, indices, length = sample.parts // ranks, self.blocks.indices, self.blocks.length
-        own = slice(rank * parts, (rank + 1) * parts)
-        teachers = self._teachers_of(list(sample.by_part())[own])
+        local = slice(rank * parts, (rank + 1) * parts)
+        teachers = self._teachers_of(list(sample.by_part())[local])
         if group is None:
             yield from teachers
             return

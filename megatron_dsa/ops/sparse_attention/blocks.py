@@ -9,7 +9,7 @@ from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 
 #: Maximum heads and tokens per thread block.
-_ROWS, _TOGETHER = 64, 8
+_HEADS, _TOGETHER = 64, 8
 #: Minimum thread-block waves and tokens per slice: small slices leave SMs idle.
 _WAVES, _TOKENS = 8, 1024
 #: Minimum waves and tokens per slice if a thread block has several tokens.
@@ -54,11 +54,11 @@ def token_blocks(
 def _wave(heads: int, device: torch.device) -> int:
     if device.type == "cpu":
         return 0
-    return processors(device) * _together(heads) // -(-heads // _ROWS)
+    return processors(device) * _together(heads) // -(-heads // _HEADS)
 
 
 def _together(heads: int) -> int:
-    return max(1, min(_ROWS // heads, _TOGETHER))
+    return max(1, min(_HEADS // heads, _TOGETHER))
 
 
 def _up(count: int, multiple: int) -> int:

@@ -86,12 +86,12 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
     return wide
 
 
-def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
+def _accumulator(workspace: torch.Tensor, keys: int, dim: int) -> torch.Tensor:
     """Return the fp32 key gradient from the end of cuDNN's workspace."""
-    padded_rows = -(-rows // _TILE) * _TILE
-    size = padded_rows * dim * 4
+    padded_keys = -(-keys // _TILE) * _TILE
+    size = padded_keys * dim * 4
     accumulator = workspace[workspace.numel() - size :].view(torch.float32)
-    return in_column_order(accumulator.view(padded_rows, dim)[:rows])
+    return in_column_order(accumulator.view(padded_keys, dim)[:keys])
 
 
 def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:

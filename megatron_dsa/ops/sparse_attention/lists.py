@@ -22,9 +22,9 @@ def caller_lists(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Ten
 
 
 def ascending_lists(
-    inputs: SparseAttentionInputs, places: torch.Tensor | None = None
+    inputs: SparseAttentionInputs, slots: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sorted lists without invalid entries; write each entry's new index to ``places``."""
+    """Return sorted lists without invalid entries; write each entry's new index to ``slots``."""
     indices, length = caller_lists(inputs)
     queries, width = indices.shape
     keys = inputs.kv.shape[0]
@@ -36,7 +36,7 @@ def ascending_lists(
         valid = valid_entries(indices[part], length[part], keys)
         ordered[part], order = torch.where(valid, indices[part], keys).sort(dim=1)
         count[part] = valid.sum(1)
-        if places is not None:
+        if slots is not None:
             goal = torch.arange(width, dtype=torch.int32, device=indices.device)
-            places[part].scatter_(1, order, goal.expand(order.shape))
+            slots[part].scatter_(1, order, goal.expand(order.shape))
     return ordered, count

@@ -13,13 +13,13 @@ from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_
 def forward(candidate: Candidate, inputs: SparseAttentionInputs):
     if candidate.name == "tilelang":
         return launch.forward(inputs, _no_op_kernels())
-    (rows, heads), v_dim, p_sum = inputs.q.shape[:2], inputs.v_dim, None
+    (queries, heads), v_dim, p_sum = inputs.q.shape[:2], inputs.v_dim, None
     if candidate.name == "flashmla":
         q, _indices = flashmla.padded(inputs)
         out, lse = q.new_empty(*q.shape[:2], v_dim), empty_sums(q, *q.shape[:2])
         return out[:, :heads], lse[:, :heads].clone(memory_format=torch.contiguous_format), None
     q = inputs.q.contiguous()
-    out, lse = q.new_empty(rows, heads, v_dim), empty_sums(q, rows, heads)
+    out, lse = q.new_empty(queries, heads, v_dim), empty_sums(q, queries, heads)
     if not candidate.fused:
         take_workspace(q, inputs.workspace_bytes)
         p_sum = empty_sums(q, *inputs.indices.shape) if inputs.want_p_sum else None

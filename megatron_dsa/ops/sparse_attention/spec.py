@@ -25,8 +25,8 @@ class KeyGradientAccumulator:
             fixed-point sums.
     """
 
-    def __init__(self, rows: int, bounds: Callable[[], tuple[torch.Tensor, torch.Tensor]]):
-        self.rows, self.bounds = rows, bounds
+    def __init__(self, query_heads: int, bounds: Callable[[], tuple[torch.Tensor, torch.Tensor]]):
+        self.query_heads, self.bounds = query_heads, bounds
         self._buffer: Any = None
         self._finish: Callable[[Any], torch.Tensor] | None = None
         self._sum: torch.Tensor | None = None
@@ -212,8 +212,8 @@ def reference(
     valid = (indices >= 0) & (indices < kv.shape[0])
     if topk_length is not None:
         valid &= torch.arange(indices.shape[1], device=q.device) < topk_length[:, None]
-    rows = torch.cat([kv, kv.new_zeros(1, kv.shape[1])])
-    keys = rows[torch.where(valid, indices, kv.shape[0]).long()]
+    table = torch.cat([kv, kv.new_zeros(1, kv.shape[1])])
+    keys = table[torch.where(valid, indices, kv.shape[0]).long()]
     logits = torch.einsum("qhd,qkd->qhk", q, keys) * softmax_scale
     logits = logits.masked_fill(~valid[:, None], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)

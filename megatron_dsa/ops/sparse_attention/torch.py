@@ -22,7 +22,7 @@ def _chunks(inputs: SparseAttentionInputs, copies_of_keys: int, copies_of_scores
         yield slice(first, first + tokens)
 
 
-def _with_zero_row(kv: torch.Tensor) -> torch.Tensor:
+def _with_zero_key(kv: torch.Tensor) -> torch.Tensor:
     return torch.cat([kv, kv.new_zeros(1, kv.shape[1])])
 
 
@@ -46,7 +46,7 @@ def forward(
     out = q.new_empty(q.shape[0], q.shape[1], v_dim)
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=acc)
     p_sum = q.new_empty(inputs.indices.shape, dtype=acc) if inputs.want_p_sum else None
-    table = _with_zero_row(inputs.kv)
+    table = _with_zero_key(inputs.kv)
     for tokens in _chunks(inputs, copies_of_keys=2, copies_of_scores=3):
         index, valid = _selected(inputs, tokens)
         keys = table[index]
@@ -62,7 +62,7 @@ def forward(
 
 def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
     p_sum = inputs.q.new_empty(inputs.indices.shape, dtype=accumulation_dtype(inputs.q.dtype))
-    table = _with_zero_row(inputs.kv)
+    table = _with_zero_key(inputs.kv)
     for tokens in _chunks(inputs, copies_of_keys=2, copies_of_scores=3):
         index, valid = _selected(inputs, tokens)
         scores = _scores(inputs, tokens, table[index], valid)
@@ -89,7 +89,7 @@ def backward(
     q, kv, v_dim, scale = inputs.q, inputs.kv, inputs.v_dim, inputs.softmax_scale
     acc = accumulation_dtype(q.dtype)
     dq = torch.empty_like(q)
-    table = _with_zero_row(kv)
+    table = _with_zero_key(kv)
     # The spare last entry collects key gradients of invalid indices.
     dkv = kv.new_zeros(table.shape, dtype=acc)
     dsink = None if inputs.sink is None else q.new_zeros(q.shape[1], dtype=acc)

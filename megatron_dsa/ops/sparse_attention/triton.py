@@ -18,18 +18,18 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["keys", "width"])
 def head_sums(
-    q, kv, indices, topk_length, total, p_sum, keys, width, q_row, q_head, kv_row, scale,
+    q, kv, indices, topk_length, total, p_sum, keys, width, q_token, q_head, kv_token, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    held = place < width
+    slot = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    held = slot < width
     if topk_length is not None:
-        held = held & (place < tl.load(topk_length + query))
-    key = tl.load(indices + query * width + place, mask=held, other=-1)
+        held = held & (slot < tl.load(topk_length + query))
+    key = tl.load(indices + query * width + slot, mask=held, other=-1)
     selects = (key >= 0) & (key < keys)
-    row = tl.where(selects, key, 0).to(tl.int64) * kv_row
+    key_at = tl.where(selects, key, 0).to(tl.int64) * kv_token
     sums = tl.zeros([BLOCK_K], tl.float32)
     for first in tl.static_range(0, HEADS, BLOCK_H):
         head = first + tl.arange(0, BLOCK_H)
@@ -39,16 +39,16 @@ def head_sums(
             dim = column + tl.arange(0, BLOCK_D)
             inside = (dim < DIM)[None, :]
             queries = tl.load(
-                q + query * q_row + head[:, None] * q_head + dim[None, :],
+                q + query * q_token + head[:, None] * q_head + dim[None, :],
                 mask=real[:, None] & inside, other=0.0,
             )  # fmt: skip
             # Invalid entries point to key 0, which may be NaN.
-            at = row[:, None] + dim[None, :]
+            at = key_at[:, None] + dim[None, :]
             chosen = tl.load(kv + at, mask=selects[:, None] & inside, other=0.0)
             scores = tl.dot(queries, tl.trans(chosen), scores, input_precision="ieee")
         divisor = tl.load(total + query * HEADS + head, mask=real, other=float("inf"))
         sums += tl.sum(tl.exp2((scores * scale - divisor[:, None]) * _LOG2_E), 0)
-    tl.store(p_sum + query * width + place, tl.where(selects, sums, 0.0), mask=place < width)
+    tl.store(p_sum + query * width + slot, tl.where(selects, sums, 0.0), mask=slot < width)
 
 
 def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:

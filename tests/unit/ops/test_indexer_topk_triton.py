@@ -33,7 +33,7 @@ def make_case(tokens, width, topk, device="cpu"):
     return columns.int().to(device), seen
 
 
-def expected(columns, seen, first, key_indices):
+def expected(columns, seen, first, indices):
     """The lists by plain loops."""
     lists = []
     for row, own in enumerate(columns.tolist()):
@@ -41,9 +41,7 @@ def expected(columns, seen, first, key_indices):
         if end - begin <= len(own):
             own = list(range(begin, end)) + [-1] * (len(own) - end + begin)
         slots = [x + first if x >= 0 else -1 for x in own]
-        lists.append(
-            [int(key_indices[x]) if x >= 0 and key_indices is not None else x for x in slots]
-        )
+        lists.append([int(indices[x]) if x >= 0 and indices is not None else x for x in slots])
     return torch.tensor(lists, dtype=torch.int32).view(columns.shape)
 
 

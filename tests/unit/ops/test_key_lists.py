@@ -67,7 +67,7 @@ def check_lists(inputs, group, with_slots=False):
     keys, (queries, width) = inputs.kv.shape[0], inputs.indices.shape
     length = torch.full((queries,), width) if inputs.topk_length is None else inputs.topk_length
     parts, reached = 0, 0
-    for part, (ids, members, count), places in key_lists(inputs, group, with_slots=with_slots):
+    for part, (ids, members, count), slots in key_lists(inputs, group, with_slots=with_slots):
         assert part.start == reached and part.start % group == 0
         parts, reached = parts + 1, part.stop
         groups = -(-(part.stop - part.start) // group)
@@ -83,11 +83,11 @@ def check_lists(inputs, group, with_slots=False):
             assert members[i][:n] == [bits[key] for key in ids[i][:n]]
             behind = slice(n, count[i])
             assert Counter(zip(ids[i][behind], members[i][behind], strict=True)) == again
-        assert (places is not None) == with_slots
+        assert (slots is not None) == with_slots
         if with_slots:
             own = inputs.indices[part].tolist()
             for t, (row, n, at) in enumerate(
-                zip(own, length[part].tolist(), places.tolist(), strict=True)
+                zip(own, length[part].tolist(), slots.tolist(), strict=True)
             ):
                 # A repeated key also points to its entry in the union.
                 for key, place in list(zip(row, at, strict=True))[: max(n, 0)]:
@@ -99,8 +99,8 @@ def check_lists(inputs, group, with_slots=False):
 def test_groups_of_one_have_the_callers_lists(device):
     indices, length = random_lists(11, 20, 90, device)
     inputs = list_inputs(indices, 90, length, workspace_bytes=1)
-    ((part, (ids, members, count), places),) = key_lists(inputs, 1, with_slots=True)
-    assert places is None  # nothing has moved
+    ((part, (ids, members, count), slots),) = key_lists(inputs, 1, with_slots=True)
+    assert slots is None  # nothing has moved
     assert range(11)[part] == range(11)
     assert ids.data_ptr() == indices.data_ptr() and torch.equal(ids, indices)
     assert members.shape == (1, 1) and members.dtype == torch.uint8
@@ -134,8 +134,8 @@ def union_in_python(monkeypatch):
     sizes = []
 
     def compiled(group, with_slots, target):
-        def kernel(indices, length, ids, members, count, places, keys):
-            sizes.append(ids.nbytes + members.nbytes + with_slots * places.nbytes)
+        def kernel(indices, length, ids, members, count, slots, keys):
+            sizes.append(ids.nbytes + members.nbytes + with_slots * slots.nbytes)
             assert all(x.is_contiguous() for x in (indices, length, ids, members, count))
             assert length.min() >= 0 and length.max() <= indices.shape[1]
             for i in range(len(count)):
@@ -147,7 +147,7 @@ def union_in_python(monkeypatch):
                     ids[i, at], members[i, at] = key, member
                 if with_slots:
                     place = {key: at for at, key in enumerate(sorted(bits))}
-                    for row, of in zip(indices[own].tolist(), places[own], strict=True):
+                    for row, of in zip(indices[own].tolist(), slots[own], strict=True):
                         of[:] = torch.tensor([place.get(key, -1) for key in row])
 
         return kernel
@@ -276,14 +276,12 @@ def test_sums_return_to_the_callers_lists(union_in_python, ascending, group, bud
     for lengths in (length, None):
         inputs = list_inputs(indices, 90, lengths, budget)
         p_sum = torch.full(indices.shape, float("nan"))
-        for part, (ids, _, _), places in key_lists(inputs, group, ascending, True):
+        for part, (ids, _, _), slots in key_lists(inputs, group, ascending, True):
             queries = torch.arange(ids.shape[0] * group) + part.start
             sums = ids.repeat_interleave(group, 0) + 1000.0 * queries[:, None]
             sums = sums.view(-1, group, ids.shape[1])
             own = None if lengths is None else lengths[part]
-            to_callers_lists(
-                p_sum[part], sums.flatten(0, 1), places, indices[part], own, 90, budget
-            )
+            to_callers_lists(p_sum[part], sums.flatten(0, 1), slots, indices[part], own, 90, budget)
         place = torch.arange(40)
         valid = (indices >= 0) & (indices < 90)
         if lengths is not None:

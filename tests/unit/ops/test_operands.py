@@ -337,13 +337,10 @@ def layout_on_meta():
 def test_positions_of_another_batch_are_refused():
     layout = packed_layout(torch.tensor([0, 6, 16], dtype=torch.int32), TOKENS)
     positions = torch.zeros(9, 3, dtype=torch.int32)
-    for call in (
-        lambda x: positions_to_indices(x, layout, 3),
-        lambda x: indices_to_positions(x, layout),
-    ):
+    for call, more in ((positions_to_indices, (3,)), (indices_to_positions, ())):
         with pytest.raises(ConfigError, match=r"indices must be \[16, K\], got shape \(9, 3\)"):
-            call(positions)
+            call(positions, layout, *more)
         with pytest.raises(ConfigError, match="indices must have dtype int32, got int64"):
-            call(torch.zeros(TOKENS, 3, dtype=torch.int64))
+            call(torch.zeros(TOKENS, 3, dtype=torch.int64), layout, *more)
     with pytest.raises(ConfigError, match="indices must list at most 2 keys per query, got 3"):
         positions_to_indices(torch.zeros(TOKENS, 3, dtype=torch.int32), layout, 2)

@@ -72,22 +72,22 @@ def pool(
 ):  # fmt: skip
     channel = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
     column = tl.max_contiguous(channel, VEC)[None, None, :]
-    place = tl.arange(0, BLOCK_P)[None, :, None]
-    inside = (place < RATIO) & (column < D)
-    shift = place * token_step.to(tl.int64)
+    offset = tl.arange(0, BLOCK_P)[None, :, None]
+    inside = (offset < RATIO) & (column < D)
+    shift = offset * token_step.to(tl.int64)
     slot = (tl.program_id(0) // parts * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
     first, at = _indices(first_token, position, slot, groups)
-    row = first.to(tl.int64)
+    token = first.to(tl.int64)
     use = inside & (first >= 0)
-    u = _tile(values, v_stride, row, shift, column + (WIDTH - D), use, 0.0)
-    s = _tile(scores, s_stride, row, shift, column + (WIDTH - D), use, float("-inf"))
+    u = _tile(values, v_stride, token, shift, column + (WIDTH - D), use, 0.0)
+    s = _tile(scores, s_stride, token, shift, column + (WIDTH - D), use, float("-inf"))
     s += _bias(ape, column + (WIDTH - D), inside, first, WIDTH, BLOCK_P)
     v, t = u, s
     if OVERLAP:
-        row = row - RATIO * token_step.to(tl.int64)
+        token = token - RATIO * token_step.to(tl.int64)
         use = use & (at > 0)
-        v = _tile(values, v_stride, row, shift, column, use, 0.0)
-        t = _tile(scores, s_stride, row, shift, column, use, float("-inf"))
+        v = _tile(values, v_stride, token, shift, column, use, 0.0)
+        t = _tile(scores, s_stride, token, shift, column, use, float("-inf"))
         t += _bias(ape, column, inside, first, WIDTH, BLOCK_P)
     _, total, pooled = _softmax(u, s, v, t, OVERLAP)
     pooled = pooled / tl.where(total == 0.0, 1.0, total)
@@ -118,31 +118,31 @@ def pool_backward(
     channel = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
     program = tl.program_id(0) // parts
     column = tl.max_contiguous(channel, VEC)[None, None, :]
-    place = tl.arange(0, BLOCK_P)[None, :, None]
-    inside = (place < RATIO) & (column < D)
-    shift = place * token_step.to(tl.int64)
+    offset = tl.arange(0, BLOCK_P)[None, :, None]
+    inside = (offset < RATIO) & (column < D)
+    shift = offset * token_step.to(tl.int64)
     group = RATIO * token_step.to(tl.int64)
     dape = tl.zeros([BLOCK_G, BLOCK_P, BLOCK_D], tl.float32)
     dape_previous = tl.zeros([BLOCK_G, BLOCK_P, BLOCK_D], tl.float32)
-    own: tl.constexpr = WIDTH - D
+    current: tl.constexpr = WIDTH - D
     slot = (program * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
     first, at = _indices(first_token, position, slot, groups)
     # Larger num_stages spill registers and are no faster.
     for block in tl.range(program, tl.cdiv(groups, BLOCK_G), programs, num_stages=1):
         slot = (block * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
-        row = first.to(tl.int64)
+        token = first.to(tl.int64)
         use = inside & (first >= 0)
         gradient = tl.load(
             dout + slot.to(tl.int64) * D + column, mask=(first >= 0) & (column < D), other=0.0
         ).to(tl.float32)
-        u = _tile(values, v_stride, row, shift, column + own, use, 0.0)
-        s = _tile(scores, s_stride, row, shift, column + own, use, float("-inf"))
-        s += _bias(ape, column + own, inside, first, WIDTH, BLOCK_P)
+        u = _tile(values, v_stride, token, shift, column + current, use, 0.0)
+        s = _tile(scores, s_stride, token, shift, column + current, use, float("-inf"))
+        s += _bias(ape, column + current, inside, first, WIDTH, BLOCK_P)
         v, t, use_previous = u, s, use
         if OVERLAP:
             use_previous = use & (at > 0)
-            v = _tile(values, v_stride, row - group, shift, column, use_previous, 0.0)
-            t = _tile(scores, s_stride, row - group, shift, column, use_previous, float("-inf"))
+            v = _tile(values, v_stride, token - group, shift, column, use_previous, 0.0)
+            t = _tile(scores, s_stride, token - group, shift, column, use_previous, float("-inf"))
             t += _bias(ape, column, inside, first, WIDTH, BLOCK_P)
             after, at_after = _indices(first_token, position, slot + 1, groups)
             last = (after < 0) | (at_after == 0)
@@ -153,20 +153,20 @@ def pool_backward(
         pooled = (pooled * scale)[:, None]
         top, weight = top[:, None], scale[:, None] * gradient
         dape += _store_gradients(
-            dvalues, dscores, u, s, top, weight, pooled, row, shift, column + own, use, WIDTH
+            dvalues, dscores, u, s, top, weight, pooled, token, shift, column + current, use, WIDTH
         )
         if OVERLAP:
             dape_previous += _store_gradients(
-                dvalues, dscores, v, t, top, weight, pooled, row - group, shift, column,
+                dvalues, dscores, v, t, top, weight, pooled, token - group, shift, column,
                 use_previous, WIDTH,
             )  # fmt: skip
-            to_last = row * WIDTH + column + shift * WIDTH
+            to_last = token * WIDTH + column + shift * WIDTH
             zero = tl.zeros([BLOCK_G, BLOCK_P, BLOCK_D], dvalues.dtype.element_ty)
             tl.store(dvalues + to_last, zero, mask=use & last)
             tl.store(dscores + to_last, zero, mask=use & last)
-    place = tl.arange(0, BLOCK_P)
-    to_partial = partial + (program * RATIO + place)[:, None] * WIDTH + channel[None, :]
-    mask = (place < RATIO)[:, None] & (channel < D)[None, :]
+    offset = tl.arange(0, BLOCK_P)
+    to_partial = partial + (program * RATIO + offset)[:, None] * WIDTH + channel[None, :]
+    mask = (offset < RATIO)[:, None] & (channel < D)[None, :]
     tl.store(to_partial + (WIDTH - D), tl.sum(dape, 0), mask=mask)
     if OVERLAP:
         tl.store(to_partial, tl.sum(dape_previous, 0), mask=mask)
@@ -189,34 +189,34 @@ def _sum_partials(
 
 @triton.jit
 def _zero_gaps(
-    dvalues, dscores, first_token, program, rows, groups, token_step,
+    dvalues, dscores, first_token, program, tokens, groups, token_step,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    row = program * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = program * BLOCK_R + tl.arange(0, BLOCK_R)
     slots = groups // token_step
-    number = row // token_step // RATIO
-    near = first_token + row % token_step * slots + number
-    here = tl.load(near, mask=(row < rows) & (number < slots), other=-1)
-    before = tl.load(near - 1, mask=(row < rows) & (number > 0) & (number <= slots), other=-1)
+    number = token // token_step // RATIO
+    near = first_token + token % token_step * slots + number
+    here = tl.load(near, mask=(token < tokens) & (number < slots), other=-1)
+    before = tl.load(near - 1, mask=(token < tokens) & (number > 0) & (number <= slots), other=-1)
     # Tokens of other batch elements lie between a group's tokens.
     span = RATIO * token_step
-    inside = (here >= 0) & (here <= row) & (row - here < span)
-    inside = inside | ((before >= 0) & (row - before < span))
-    gap = (row < rows) & ~inside
+    inside = (here >= 0) & (here <= token) & (token - here < span)
+    inside = inside | ((before >= 0) & (token - before < span))
+    gap = (token < tokens) & ~inside
     if tl.max(gap.to(tl.int32), 0) > 0:
         block: tl.constexpr = 128
         zero = tl.zeros([BLOCK_R, block], dvalues.dtype.element_ty)
         for start in range(0, WIDTH, block):
             column = start + tl.arange(0, block)
-            at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            at = token.to(tl.int64)[:, None] * WIDTH + column[None, :]
             mask = gap[:, None] & (column < WIDTH)[None, :]
             tl.store(dvalues + at, zero, mask=mask)
             tl.store(dscores + at, zero, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_token", "programs", "rows", "groups", "token_step"])
+@triton.jit(do_not_specialize=["first_token", "programs", "tokens", "groups", "token_step"])
 def finish_gradients(
-    partial, dape, dvalues, dscores, first_token, programs, rows, groups, token_step,
+    partial, dape, dvalues, dscores, first_token, programs, tokens, groups, token_step,
     RATIO: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -227,6 +227,6 @@ def finish_gradients(
         _sum_partials(partial, dape, program, programs, size, BLOCK_S, BLOCK_C)
     else:
         _zero_gaps(
-            dvalues, dscores, first_token, program - adding, rows, groups, token_step,
+            dvalues, dscores, first_token, program - adding, tokens, groups, token_step,
             RATIO, WIDTH, BLOCK_R,
         )  # fmt: skip

@@ -84,13 +84,13 @@ def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
 
 
 def _run_finish(inputs, partial, dvalues, dscores) -> torch.Tensor:
-    rows, width = dvalues.shape
+    tokens, width = dvalues.shape
     dape = torch.empty_like(inputs.ape)
     columns = min(128, max(8, next_power_of_2(dape.numel() // 128)))
-    blocks = ceil_div(dape.numel(), columns) + ceil_div(rows, 64)
+    blocks = ceil_div(dape.numel(), columns) + ceil_div(tokens, 64)
     launch(
         kernels.finish_gradients, (blocks,),
-        partial, dape, dvalues, dscores, inputs.groups.first_token, partial.shape[0], rows,
+        partial, dape, dvalues, dscores, inputs.groups.first_token, partial.shape[0], tokens,
         inputs.groups.first_token.shape[0], inputs.groups.token_step,
         RATIO=inputs.ratio, WIDTH=width,
         BLOCK_S=4096 // columns, BLOCK_C=columns, BLOCK_R=64,

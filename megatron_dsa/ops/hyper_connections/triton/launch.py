@@ -20,7 +20,7 @@ from megatron_dsa.ops.hyper_connections.triton.tiles import (
     mix_backward_stages,
     project_tiles,
     read_backward_tiles,
-    row_warps,
+    token_warps,
     weight_parts,
 )
 
@@ -101,7 +101,7 @@ def _mixed(x, pre, weight, settings):
             kernels.mix, (tokens,),
             x, pre, weight, normed, rstd, settings[1],
             C=channels, N=n, BLOCK_C=next_power_of_2(channels),
-            num_warps=row_warps(channels),
+            num_warps=token_warps(channels),
         )  # fmt: skip
     return normed, rstd
 
@@ -115,7 +115,7 @@ def _mix_backward(x, pre, weight, rstd, dnormed):
         kernels.mix_backward, (programs,),
         x, pre, weight, rstd, dnormed, du, dpre, partial, tokens,
         C=channels, N=n, BLOCK_C=next_power_of_2(channels), maxnreg=128,
-        STAGES=mix_backward_stages(channels, n, x.element_size()), num_warps=row_warps(channels),
+        STAGES=mix_backward_stages(channels, n, x.element_size()), num_warps=token_warps(channels),
     )  # fmt: skip
     return du, dpre, partial
 

@@ -44,21 +44,21 @@ def mix_backward(
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     dgain = tl.zeros([BLOCK_C], tl.float32)
     for token in tl.range(program, tokens, tl.num_programs(0), num_stages=STAGES):
-        row = tl.cast(token, tl.int64)
-        at = row * (N * C) + stream[:, None] * C + column[None, :]
+        index = tl.cast(token, tl.int64)
+        at = index * (N * C) + stream[:, None] * C + column[None, :]
         tile = tl.load(x + at, mask=inside[None, :], other=0.0)
-        gradient = tl.load(dout + row * C + column, mask=inside, other=0.0).to(tl.float32)
-        factors = tl.load(pre + row * N + stream)
-        scale = tl.load(rstd + row)
+        gradient = tl.load(dout + index * C + column, mask=inside, other=0.0).to(tl.float32)
+        factors = tl.load(pre + index * N + stream)
+        scale = tl.load(rstd + index)
         wide = tile.to(tl.float32)
         u = _round(tl.sum(wide * factors[:, None], 0), x.dtype.element_ty)
         dgain += gradient * u * scale
         gradient = gradient * gain
         from_norm, from_mean = tl.sum(wide * gradient[None, :], 1), tl.sum(wide * u[None, :], 1)
         slope = tl.sum(gradient * u, 0) * (scale * scale * scale) / C
-        tl.store(dpre + row * N + stream, from_norm * scale - from_mean * slope)
+        tl.store(dpre + index * N + stream, from_norm * scale - from_mean * slope)
         gradient = gradient * scale - u * slope
-        tl.store(du + row * C + column, gradient.to(du.dtype.element_ty), mask=inside)
+        tl.store(du + index * C + column, gradient.to(du.dtype.element_ty), mask=inside)
     tl.store(partial + program.to(tl.int64) * C + column, dgain, mask=inside)
 
 
@@ -163,10 +163,10 @@ def write_backward(
         tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         to_new = token * (N * C) + stream[None, :, None] * C + column
         gradient = tl.load(dout + to_new, mask=inside, other=0.0).to(tl.float32)
-        place = token * C + column
-        value = tl.load(output + place, mask=inside, other=0.0).to(tl.float32)
-        own = tl.sum(add * gradient, 1, keep_dims=True)
-        tl.store(doutput + place, own.to(doutput.dtype.element_ty), mask=inside)
+        index = token * C + column
+        value = tl.load(output + index, mask=inside, other=0.0).to(tl.float32)
+        dvalue = tl.sum(add * gradient, 1, keep_dims=True)
+        tl.store(doutput + index, dvalue.to(doutput.dtype.element_ty), mask=inside)
         back = tl.sum(matrix * gradient, 1, keep_dims=True)
         tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside)
         added += tl.sum(tl.reshape(gradient * value, [1, N, BLOCK_C // VEC, VEC]), 3)

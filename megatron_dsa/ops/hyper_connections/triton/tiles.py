@@ -18,7 +18,7 @@ def weight_parts(tokens: int, processors: int) -> int:
     return min(tokens, 2 * processors)
 
 
-def row_warps(channels: int) -> int:
+def token_warps(channels: int) -> int:
     """Return the warps of a program so that a thread has 16 channels per stream."""
     return max(1, min(16, _power_of_2(channels) // 512))
 

@@ -35,16 +35,16 @@ class HopperTiles(TritonTiles):
         nope = _nope_dims(q, keys)
         if nope is None:
             return super().teacher(q, keys, lse, seen)
-        q, (heads, rows) = q.contiguous(), lse.shape
+        q, (heads, queries) = q.contiguous(), lse.shape
         # TMA reads multiples of 16 bytes.
-        in_base_2 = lse.new_empty(heads, 1, -(-rows // BLOCK) * BLOCK, dtype=torch.float32)
-        torch.mul(lse, LOG2_E, out=in_base_2[:, 0, :rows])
+        in_base_2 = lse.new_empty(heads, 1, -(-queries // BLOCK) * BLOCK, dtype=torch.float32)
+        torch.mul(lse, LOG2_E, out=in_base_2[:, 0, :queries])
         start, end, out = seen.start.contiguous(), seen.end.contiguous(), None
-        for first, own, rope in self._parts(keys):
+        for first, k, rope in self._parts(keys):
             if out is None:
-                out = whole_blocks(q, rows, len(own), torch.float32)
-            compiled(nope, ROPE, own.shape[2] - nope, rope is None)(
-                q, own, own.new_empty(1, ROPE) if rope is None else rope, in_base_2, start, end,
+                out = whole_blocks(q, queries, len(k), torch.float32)
+            compiled(nope, ROPE, k.shape[2] - nope, rope is None)(
+                q, k, k.new_empty(1, ROPE) if rope is None else rope, in_base_2, start, end,
                 out, first, self._scale,
             )  # fmt: skip
         assert out is not None
@@ -60,8 +60,8 @@ class HopperTiles(TritonTiles):
             rank = keys.w_uk.shape[2]
             latents, rope = keys.latents[:, :rank], _shared(keys.latents[:, rank:])
             for some in slices(len(keys.w_uk), self._heads_at_once):
-                own = latents @ keys.w_uk[some].flatten(0, 1).t()
-                yield some.start, own.unflatten(1, (-1, keys.w_uk.shape[1])), rope
+                k = latents @ keys.w_uk[some].flatten(0, 1).t()
+                yield some.start, k.unflatten(1, (-1, keys.w_uk.shape[1])), rope
 
 
 def _shared(rope: torch.Tensor) -> torch.Tensor | None:

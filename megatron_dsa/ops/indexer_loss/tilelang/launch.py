@@ -63,5 +63,5 @@ def units_per_one(inputs: IndexerInputs) -> torch.Tensor:
     q, weights = inputs.q, inputs.weights
     if q.numel() == 0:
         return q.new_ones(1, dtype=torch.float32)
-    per_row = largest(q) * torch.linalg.vector_norm(weights.float(), ord=1, dim=1).max()
-    return units_for(q.shape[0], per_row)
+    per_query = largest(q) * torch.linalg.vector_norm(weights.float(), ord=1, dim=1).max()
+    return units_for(q.shape[0], per_query)

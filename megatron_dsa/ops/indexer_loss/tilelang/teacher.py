@@ -9,7 +9,7 @@ from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.programs import compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
 from megatron_dsa.ops.masked_attention.tilelang import head_sums
-from megatron_dsa.ops.masked_attention.tilelang.head_sums import OWN, QUERIES
+from megatron_dsa.ops.masked_attention.tilelang.head_sums import QUERIES, SUMS_PER_THREAD
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     KEYS,
     PASSES,
@@ -54,18 +54,18 @@ __device__ __forceinline__ void dsa_write_row(float* row, const float* sums, int
 
 @T.macro
 def consume(Start, End, Out, m, done, at, dims, scale, tx):
-    sums = T.alloc_local([OWN], "float32")
+    sums = T.alloc_local([SUMS_PER_THREAD], "float32")
     seen = T.alloc_local([2], "int32")
     head_sums.add_heads(sums, m, done, at, dims, scale, tx)
     for r in tuple(range(2)):
-        row = at.first + thread_row(tx) + 8 * r
+        query = at.first + thread_row(tx) + 8 * r
         seen[0] = 0
         seen[1] = 0
-        if row < Start.shape[0]:
-            seen[0] = Start[row] - at.key
-            seen[1] = End[row] - at.key
+        if query < Start.shape[0]:
+            seen[0] = Start[query] - at.key
+            seen[1] = End[query] - at.key
         call(
-            "dsa_write_row", T.address_of(Out[row, at.key]), sums.data, seen[0], seen[1],
+            "dsa_write_row", T.address_of(Out[query, at.key]), sums.data, seen[0], seen[1],
             at.head > 0, of=(KEYS // 8, r),
         )  # fmt: skip
 
@@ -90,17 +90,17 @@ def build(nope: int, rope: int, behind: int, rope_per_head: bool):
     if rope_per_head and behind < rope:
         raise ValueError(f"behind must be at least the {rope} dims of the rope key, got {behind}")
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
-    rows, keys, ropes, all_heads, heads = T.dynamic("rows, keys, ropes, all_heads, heads")
+    queries, keys, ropes, all_heads, heads = T.dynamic("queries, keys, ropes, all_heads, heads")
     count, height, width = T.dynamic("count, height, width")
 
     @T.prim_func
     def dense_teacher(
-        Q: T.Tensor([rows, all_heads, nope + rope], bf16),
+        Q: T.Tensor([queries, all_heads, nope + rope], bf16),
         K: T.Tensor([keys, heads, nope + behind], bf16),
         Kpe: T.Tensor([ropes, rope], bf16),
         Lse: T.Tensor([all_heads, 1, count], fp32),
-        Start: T.Tensor([rows], int32),
-        End: T.Tensor([rows], int32),
+        Start: T.Tensor([queries], int32),
+        End: T.Tensor([queries], int32),
         Out: T.Tensor([height, width], fp32),
         first: T.int32,
         scale: T.float32,
@@ -109,17 +109,17 @@ def build(nope: int, rope: int, behind: int, rope_per_head: bool):
             T.import_source(SOURCE)
             m, done = head_sums.shared(dims, rope_per_head), head_sums.barriers(dims)
             tx = T.get_thread_binding()
-            place = T.alloc_local([2], "int32")
-            place[0] = number // (width // KEYS) * QUERIES
-            place[1] = number % (width // KEYS) * KEYS
+            origin = T.alloc_local([2], "int32")
+            origin[0] = number // (width // KEYS) * QUERIES
+            origin[1] = number % (width // KEYS) * KEYS
             some = T.alloc_local([1], "int32")
             some[0] = heads
             call(
                 "dsa_heads_to_add", some.data, T.address_of(Start[0]), T.address_of(End[0]),
-                place[0], rows, place[1], KEYS,
+                origin[0], queries, origin[1], KEYS,
             )  # fmt: skip
             at = SimpleNamespace(
-                first=place[0], key=place[1], head=first, key_head=0, heads=some[0]
+                first=origin[0], key=origin[1], head=first, key_head=0, heads=some[0]
             )
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)

@@ -103,45 +103,45 @@ class TritonTiles:
 
     def student_lse(self, x: IndexerInputs, seen: Seen) -> torch.Tensor:
         x = _dense_inputs(x)
-        rows, width = x.q.shape[0], x.k.shape[0]
+        queries, width = x.q.shape[0], x.k.shape[0]
         launch = self._launches["student_lse"]
-        blocks, parts = launch.blocks(rows, width)
-        parts = x.q.new_empty(parts, rows, dtype=torch.float32)
+        blocks, parts = launch.blocks(queries, width)
+        parts = x.q.new_empty(parts, queries, dtype=torch.float32)
         student.student_lse[(blocks * parts.shape[0],)](
-            x.q, x.k, x.weights, parts, seen.start, seen.end, rows, width, parts.stride(0),
+            x.q, x.k, x.weights, parts, seen.start, seen.end, queries, width, parts.stride(0),
             x.q.stride(0), x.weights.stride(0), **_sizes(x), **launch.options(),
         )  # fmt: skip
         return parts.logsumexp(0)
 
     def teacher_lse(self, q: torch.Tensor, keys, seen: Seen) -> torch.Tensor:
-        q = _dense_rows(q)
-        rows, heads, dim = q.shape
-        lse = q.new_empty(heads, rows, dtype=torch.float32)
+        q = _dense_tokens(q)
+        queries, heads, dim = q.shape
+        lse = q.new_empty(heads, queries, dtype=torch.float32)
         launch = self._launches["head_lse"]
-        for some, own, shared, strides in self._key_parts(keys, heads):
-            count, width = some.stop - some.start, own.shape[0]
-            teacher.head_lse[(launch.blocks(rows, width)[0] * count,)](
-                q[:, some], own, shared, lse[some], seen.start, seen.end, rows, width, count, rows,
-                q.stride(0), dim, *strides, self._scale,
-                DIM=dim, OWN_DIM=own.shape[2], CHUNK_D=_chunk(dim), **launch.options(),
+        for some, k, shared, strides in self._key_parts(keys, heads):
+            count, width = some.stop - some.start, k.shape[0]
+            teacher.head_lse[(launch.blocks(queries, width)[0] * count,)](
+                q[:, some], k, shared, lse[some], seen.start, seen.end, queries, width, count,
+                queries, q.stride(0), dim, *strides, self._scale,
+                DIM=dim, K_DIM=k.shape[2], CHUNK_D=_chunk(dim), **launch.options(),
             )  # fmt: skip
         return lse
 
     def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
-        q, lse = _dense_rows(q), lse.contiguous()
-        rows, heads, dim = q.shape
+        q, lse = _dense_tokens(q), lse.contiguous()
+        queries, heads, dim = q.shape
         out, launch = None, self._launches["head_sums"]
-        for some, own, shared, strides in self._key_parts(keys, heads):
-            width = own.shape[0]
+        for some, k, shared, strides in self._key_parts(keys, heads):
+            width = k.shape[0]
             first = out is None
             if first:
-                out = whole_blocks(q, rows, width, torch.float32)
+                out = whole_blocks(q, queries, width, torch.float32)
             blocks, columns = launch.blocks(*out.shape)
             teacher.head_sums[(blocks * columns,)](
-                q[:, some], own, shared, lse[some], out, seen.start, seen.end, rows, width,
+                q[:, some], k, shared, lse[some], out, seen.start, seen.end, queries, width,
                 some.stop - some.start, lse.stride(0), out.stride(0),
                 q.stride(0), dim, *strides, self._scale,
-                FIRST=first, DIM=dim, OWN_DIM=own.shape[2], CHUNK_D=_chunk(dim),
+                FIRST=first, DIM=dim, K_DIM=k.shape[2], CHUNK_D=_chunk(dim),
                 **launch.options(),
             )  # fmt: skip
         return out
@@ -150,13 +150,13 @@ class TritonTiles:
         self, x: IndexerInputs, seen: Seen, teacher: torch.Tensor, lse: torch.Tensor, gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = _dense_inputs(x)
-        rows, width = x.q.shape[0], x.k.shape[0]
+        queries, width = x.q.shape[0], x.k.shape[0]
         launch = self._launches["student_loss"]
         blocks, parts = launch.blocks(*teacher.shape)
-        parts = x.q.new_empty(parts, rows, dtype=torch.float32)
-        dscores = whole_blocks(x.q, rows, width, x.q.dtype) if gradient else None
+        parts = x.q.new_empty(parts, queries, dtype=torch.float32)
+        dscores = whole_blocks(x.q, queries, width, x.q.dtype) if gradient else None
         student.student_loss[(blocks * parts.shape[0],)](
-            x.q, x.k, x.weights, teacher, lse, parts, dscores, seen.start, seen.end, rows, width,
+            x.q, x.k, x.weights, teacher, lse, parts, dscores, seen.start, seen.end, queries, width,
             parts.stride(0), teacher.stride(0), x.q.stride(0), x.weights.stride(0),
             **_sizes(x), **launch.options(),
         )  # fmt: skip
@@ -167,19 +167,19 @@ class TritonTiles:
         dweights: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         x = _dense_inputs(x)
-        (rows, heads, dim), width = x.q.shape, x.k.shape[0]
+        (queries, heads, dim), width = x.q.shape, x.k.shape[0]
         launch = self._launches["query_gradient"]
-        gradients.query_gradient[(launch.blocks(rows, width)[0] * heads,)](
-            x.q, x.k, dscores, dq, seen.start, seen.end, rows, width, dscores.stride(0),
+        gradients.query_gradient[(launch.blocks(queries, width)[0] * heads,)](
+            x.q, x.k, dscores, dq, seen.start, seen.end, queries, width, dscores.stride(0),
             x.q.stride(0), **_sizes(x), **launch.options(),
         )  # fmt: skip
         launch = self._launches["key_gradient"]
-        blocks, columns = launch.blocks(rows, width)
+        blocks, columns = launch.blocks(queries, width)
         weights = dq.new_zeros(heads, dscores.shape[0])
-        weights[:, :rows] = torch.where(seen.start < seen.end, x.weights.t(), 0.0)
+        weights[:, :queries] = torch.where(seen.start < seen.end, x.weights.t(), 0.0)
         dk = dq.new_empty(blocks, width, dim)
         gradients.key_gradient[(blocks * columns,)](
-            x.q, x.k, weights, dscores, dk, seen.start, seen.end, rows, width, dscores.stride(0),
+            x.q, x.k, weights, dscores, dk, seen.start, seen.end, queries, width, dscores.stride(0),
             x.q.stride(0), weights.stride(0), **_sizes(x), **launch.options(),
         )  # fmt: skip
         return dk.sum(0)
@@ -189,45 +189,45 @@ class TritonTiles:
         dweights: torch.Tensor,
     ) -> None:  # fmt: skip
         x = _dense_inputs(x)
-        rows, heads, dim = x.q.shape
-        gradients.finish_rows[(rows,)](
+        queries, heads, dim = x.q.shape
+        gradients.finish_queries[(queries,)](
             x.q, x.weights, dq, out, dweights, seen.start.contiguous(), seen.end.contiguous(),
-            rows, x.q.stride(0), x.weights.stride(0), out.stride(0), dweights.stride(0),
+            queries, x.q.stride(0), x.weights.stride(0), out.stride(0), dweights.stride(0),
             HEADS=heads, DIM=dim, BLOCK_H=next_power_of_2(heads),
         )  # fmt: skip
 
     def _key_parts(self, keys: TeacherKeys, heads: int):
         """Yield groups of heads, their own and shared key dims, and strides.
 
-        ``own [w, h or 1, OWN_DIM]``; ``shared [w, DIM - OWN_DIM]`` is ``own`` without shared dims.
+        ``k [w, h or 1, K_DIM]``; ``shared [w, DIM - K_DIM]`` is ``k`` without shared dims.
         """
         if isinstance(keys, torch.Tensor):
-            keys = _dense_rows(keys)
+            keys = _dense_tokens(keys)
             head_stride = keys.stride(1) if keys.shape[1] > 1 else 0
             yield slice(0, heads), keys, keys, (keys.stride(0), head_stride, 0)
             return
         if isinstance(keys, ExpandedKeys):
-            own, shared = keys.nope, keys.k_pe
-            if own.shape[2] % teacher.CHUNK == 0 and shared.stride(1) == own.stride(2) == 1:
-                strides = own.stride(0), own.stride(1), shared.stride(0)
-                yield slice(0, heads), own, shared, strides
+            k, shared = keys.nope, keys.k_pe
+            if k.shape[2] % teacher.CHUNK == 0 and shared.stride(1) == k.stride(2) == 1:
+                strides = k.stride(0), k.stride(1), shared.stride(0)
+                yield slice(0, heads), k, shared, strides
                 return
             for some in slices(heads, self._heads_at_once):
-                own = keys.expanded(some)
-                yield some, own, own, (own.stride(0), own.stride(1), 0)
+                k = keys.expanded(some)
+                yield some, k, k, (k.stride(0), k.stride(1), 0)
             return
         w_uk, latents = keys.w_uk, keys.latents
         dim, rank = w_uk.shape[1:]
         apart = dim % teacher.CHUNK == 0 and latents.stride(1) == 1
         for some in slices(heads, self._heads_at_once):
             if not apart or latents.shape[1] == rank:
-                own = keys.expanded(some)
-                yield some, own, own, (own.stride(0), own.stride(1), 0)
+                k = keys.expanded(some)
+                yield some, k, k, (k.stride(0), k.stride(1), 0)
                 continue
-            own = latents[:, :rank] @ w_uk[some].flatten(0, 1).t()
-            own = own.unflatten(1, (-1, dim))
+            k = latents[:, :rank] @ w_uk[some].flatten(0, 1).t()
+            k = k.unflatten(1, (-1, dim))
             shared = latents[:, rank:]
-            yield some, own, shared, (own.stride(0), dim, shared.stride(0))
+            yield some, k, shared, (k.stride(0), dim, shared.stride(0))
 
 
 def tile_shape(inputs: DenseLossInputs, copies: bool = False) -> tuple[tuple[int, int], int]:
@@ -245,25 +245,25 @@ def tile_bytes(inputs: DenseLossInputs, heads_at_once: int, copies: bool = False
     item, gathers = q.element_size(), inputs.layout.key_indices is not None
     # Temporaries per pair: one or two teachers, score gradients, partial key gradients.
     pair = 4 * (1 if inputs.head_group is None else 2) + item + 4 * index_dim // 64
-    row = index_heads * index_dim * 4 + 6 * heads * 4
+    token = index_heads * index_dim * 4 + 6 * heads * 4
     slot = index_dim * (3 * item + 4)
     fixed = 0
     if isinstance(k, ExpandedKeys):
         slot += gathered_bytes(k) * gathers
         slot += 0 if k.nope.shape[2] % teacher.CHUNK == 0 else heads_at_once * item * dim
     elif isinstance(k, LatentKeys):
-        own, rank = k.w_uk.shape[1:]
-        apart = own % teacher.CHUNK == 0
-        slot += heads_at_once * item * (own if apart else own + dim)
+        nope, rank = k.w_uk.shape[1:]
+        apart = nope % teacher.CHUNK == 0
+        slot += heads_at_once * item * (nope if apart else nope + dim)
         slot += k.latents.shape[1] * item * gathers + (k.latents.shape[1] - rank) * item * copies
-        fixed = 0 if k.w_uk.is_contiguous() else heads_at_once * own * rank * item
+        fixed = 0 if k.w_uk.is_contiguous() else heads_at_once * nope * rank * item
     else:
         slot += k.shape[1] * dim * item * gathers
     if not _is_dense(q) or not _is_dense(x.q):
-        row += heads * dim * item + index_heads * index_dim * item
+        token += heads * dim * item + index_heads * index_dim * item
     elif copies and any(x.tokens.step != 1 for x in inputs.layout.query_ranges):
-        row += heads * dim * item
-    return TileBytes(pair, row, slot, fixed)
+        token += heads * dim * item
+    return TileBytes(pair, token, slot, fixed)
 
 
 def _sizes(x: IndexerInputs) -> dict:
@@ -274,19 +274,19 @@ def _chunk(dim: int) -> int:
     return min(teacher.CHUNK, max(16, next_power_of_2(dim)))
 
 
-def whole_blocks(like: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    rows, width = (ceil_div(n, BLOCK) * BLOCK for n in (rows, width))
-    return like.new_empty(rows, width, dtype=dtype)
+def whole_blocks(like: torch.Tensor, queries: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    queries, width = (ceil_div(n, BLOCK) * BLOCK for n in (queries, width))
+    return like.new_empty(queries, width, dtype=dtype)
 
 
 def _is_dense(x: torch.Tensor) -> bool:
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+def _dense_tokens(x: torch.Tensor) -> torch.Tensor:
     return x if _is_dense(x) else x.contiguous()
 
 
 def _dense_inputs(x: IndexerInputs) -> IndexerInputs:
     weights = x.weights if x.weights.stride(1) == 1 else x.weights.contiguous()
-    return IndexerInputs(_dense_rows(x.q), x.k, weights, x.relu)
+    return IndexerInputs(_dense_tokens(x.q), x.k, weights, x.relu)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.indexer_loss.triton.teacher import seen_range, tile_rows
+from megatron_dsa.ops.indexer_loss.triton.teacher import seen_range, tile_queries
 
 #: Varying sizes must not trigger recompilation.
-_PER_TILE = ["start", "end", "rows", "width"]
+_PER_TILE = ["start", "end", "queries", "width"]
 
 
 @triton.jit(do_not_specialize=_PER_TILE)
 def query_gradient(
-    q, keys, dscores, dq, start, end, rows, width, stride, q_row_stride,
+    q, keys, dscores, dq, start, end, queries, width, stride, q_stride,
     RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -25,32 +25,32 @@ def query_gradient(
     Even hidden ``keys`` must be finite; ``dscores`` is in whole blocks.
     """
     head = tl.program_id(0) % HEADS
-    first_row = tl.program_id(0) // HEADS * BLOCK_M
-    row, safe_row, begin, stop = tile_rows(start, end, first_row, rows, BLOCK_M)
+    first_query = tl.program_id(0) // HEADS * BLOCK_M
+    query, safe_query, begin, stop = tile_queries(start, end, first_query, queries, BLOCK_M)
     low, high = seen_range(begin, stop, width)
     dim = tl.arange(0, DIM)
-    place = tl.arange(0, BLOCK_N)
-    q_tile = tl.load(q + safe_row.to(tl.int64)[:, None] * q_row_stride + head * DIM + dim[None, :])
-    ds_row = dscores + row.to(tl.int64)[:, None] * stride
+    offset = tl.arange(0, BLOCK_N)
+    q_tile = tl.load(q + safe_query.to(tl.int64)[:, None] * q_stride + head * DIM + dim[None, :])
+    ds_at = dscores + query.to(tl.int64)[:, None] * stride
     total = tl.zeros([BLOCK_M, DIM], tl.float32)
     for block in tl.range(low // BLOCK_N, tl.cdiv(high, BLOCK_N), num_stages=STAGES):
-        column = block * BLOCK_N + place
+        column = block * BLOCK_N + offset
         safe_column = tl.minimum(column, width - 1)
         k_tile = tl.load(keys + safe_column[:, None] * DIM + dim[None, :])
-        gradient = tl.load(ds_row + column[None, :])
+        gradient = tl.load(ds_at + column[None, :])
         if RELU:
             products = tl.dot(q_tile, tl.trans(k_tile))
             gradient = tl.where(products > 0.0, gradient, 0.0)
         total = tl.dot(gradient, k_tile, total)
     if low < high:
-        at = dq + (row.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
-        inside = (row < rows)[:, None]
+        at = dq + (query.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
+        inside = (query < queries)[:, None]
         tl.store(at, tl.load(at, mask=inside, other=0.0) + total, mask=inside)
 
 
 @triton.jit(do_not_specialize=_PER_TILE)
 def key_gradient(
-    q, keys, weights, dscores, dk, start, end, rows, width, stride, q_row_stride, weight_stride,
+    q, keys, weights, dscores, dk, start, end, queries, width, stride, q_stride, weight_stride,
     RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -60,9 +60,9 @@ def key_gradient(
     keys; ``dk``: fp32 ``[blocks, width, DIM]``.
     """
     blocks = tl.cdiv(width, BLOCK_N)
-    row_block = tl.program_id(0) // blocks
+    block = tl.program_id(0) // blocks
     first_column = tl.program_id(0) % blocks * BLOCK_N
-    row, safe_row, begin, stop = tile_rows(start, end, row_block * BLOCK_M, rows, BLOCK_M)
+    query, safe_query, begin, stop = tile_queries(start, end, block * BLOCK_M, queries, BLOCK_M)
     low, high = seen_range(begin, stop, width)
     dim = tl.arange(0, DIM)
     column = first_column + tl.arange(0, BLOCK_N)
@@ -71,40 +71,38 @@ def key_gradient(
         # Queries without visible keys may be NaN.
         real = begin < stop
         k_tile = tl.load(keys + tl.minimum(column, width - 1)[:, None] * DIM + dim[None, :])
-        ds_at = dscores + row.to(tl.int64)[:, None] * stride + column[None, :]
+        ds_at = dscores + query.to(tl.int64)[:, None] * stride + column[None, :]
         ds_tile = tl.trans(tl.load(ds_at))
-        q_at = q + safe_row.to(tl.int64)[:, None] * q_row_stride + dim[None, :]
+        q_at = q + safe_query.to(tl.int64)[:, None] * q_stride + dim[None, :]
         for head in tl.range(0, HEADS, num_stages=STAGES):
-            weight = tl.load(weights + head * weight_stride + row)
+            weight = tl.load(weights + head * weight_stride + query)
             q_tile = tl.load(q_at + head * DIM, mask=real[:, None], other=0.0)
             gradient = ds_tile.to(tl.float32) * weight[None, :]
             if RELU:
                 products = tl.dot(k_tile, tl.trans(q_tile))
                 gradient = tl.where(products > 0.0, gradient, 0.0)
             total = tl.dot(gradient.to(q_tile.dtype), q_tile, total)
-    at = dk + (row_block.to(tl.int64) * width + column)[:, None] * DIM + dim[None, :]
+    at = dk + (block.to(tl.int64) * width + column)[:, None] * DIM + dim[None, :]
     tl.store(at, total, mask=(column < width)[:, None])
 
 
-@triton.jit(do_not_specialize=["weights", "dweights", "start", "end", "rows"])
-def finish_rows(
-    q, weights, dq, out, dweights, start, end, rows,
-    q_row_stride, weight_stride, out_row_stride, dweights_stride,
+@triton.jit(do_not_specialize=["weights", "dweights", "start", "end", "queries"])
+def finish_queries(
+    q, weights, dq, out, dweights, start, end, queries,
+    q_stride, weight_stride, out_stride, dweights_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """``out = w dq`` and ``dweights = q . dq`` of a query, 0 without visible keys."""
-    row = tl.program_id(0).to(tl.int64)
-    real = tl.load(start + row) < tl.load(end + row)
+    query = tl.program_id(0).to(tl.int64)
+    real = tl.load(start + query) < tl.load(end + query)
     head, dim = tl.arange(0, BLOCK_H), tl.arange(0, DIM)
     inside = head < HEADS
     offset = head[:, None] * DIM + dim[None, :]
     wanted = inside & real
-    gradient = tl.load(dq + row * HEADS * DIM + offset, mask=wanted[:, None], other=0.0)
-    queries = tl.load(q + row * q_row_stride + offset, mask=wanted[:, None], other=0.0)
-    weight = tl.load(weights + row * weight_stride + head, mask=wanted, other=0.0)
-    total = tl.sum(gradient * queries.to(tl.float32), 1)
+    gradient = tl.load(dq + query * HEADS * DIM + offset, mask=wanted[:, None], other=0.0)
+    q_tile = tl.load(q + query * q_stride + offset, mask=wanted[:, None], other=0.0)
+    weight = tl.load(weights + query * weight_stride + head, mask=wanted, other=0.0)
+    total = tl.sum(gradient * q_tile.to(tl.float32), 1)
     gradient = gradient * weight.to(tl.float32)[:, None]
-    tl.store(
-        out + row * out_row_stride + offset, gradient.to(out.dtype.element_ty), inside[:, None]
-    )
-    tl.store(dweights + row * dweights_stride + head, total, inside)
+    tl.store(out + query * out_stride + offset, gradient.to(out.dtype.element_ty), inside[:, None])
+    tl.store(dweights + query * dweights_stride + head, total, inside)

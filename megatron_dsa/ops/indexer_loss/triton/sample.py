@@ -13,19 +13,19 @@ _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["total", "tiles"])
-def _tile_tokens(place, tokens, total, tiles, TILE: tl.constexpr, NEIGHBOURS: tl.constexpr):
+def _tile_tokens(offset, tokens, total, tiles, TILE: tl.constexpr, NEIGHBOURS: tl.constexpr):
     tile, inside = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
-    first = (tile * total + tl.load(place)) // tiles
+    first = (tile * total + tl.load(offset)) // tiles
     at = (inside // NEIGHBOURS * tiles + tile) * NEIGHBOURS + inside % NEIGHBOURS
     tl.store(tokens + at, (first + inside) % total)
 
 
 def tile_tokens(
-    place: torch.Tensor, total: int, size: int, tile: int, parts: int = 1
+    offset: torch.Tensor, total: int, size: int, tile: int, parts: int = 1
 ) -> torch.Tensor:
-    tokens = place.new_empty(size)
+    tokens = offset.new_empty(size)
     launch(
-        _tile_tokens, (size // tile,), place, tokens, total, size // tile, TILE=tile,
+        _tile_tokens, (size // tile,), offset, tokens, total, size // tile, TILE=tile,
         NEIGHBOURS=tile // parts, num_warps=1,
     )  # fmt: skip
     return tokens

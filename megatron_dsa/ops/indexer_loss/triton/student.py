@@ -5,25 +5,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.indexer_loss.triton.teacher import LOG2_E, seen_range, tile_rows
+from megatron_dsa.ops.indexer_loss.triton.teacher import LOG2_E, seen_range, tile_queries
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 #: Varying sizes must not trigger recompilation.
-_PER_TILE = ["weights", "start", "end", "student_lse", "out", "rows", "width", "part_stride"]
+_PER_TILE = ["weights", "start", "end", "student_lse", "out", "queries", "width", "part_stride"]
 
 
 @triton.jit
 def _scores(
-    q, keys, weights, safe_row, safe_column, q_row_stride, weight_stride,
+    q, keys, weights, safe_query, safe_column, q_stride, weight_stride,
     RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``sum_h w[t, h] relu(q[t, h] . k[s])``, unmasked."""
     dim = tl.arange(0, DIM)
     k_tile = tl.trans(tl.load(keys + safe_column[:, None] * DIM + dim[None, :]))
-    q_at = q + safe_row.to(tl.int64)[:, None] * q_row_stride + dim[None, :]
-    w_at = weights + safe_row.to(tl.int64) * weight_stride
+    q_at = q + safe_query.to(tl.int64)[:, None] * q_stride + dim[None, :]
+    w_at = weights + safe_query.to(tl.int64) * weight_stride
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     weight = tl.load(w_at)
     for head in tl.range(0, HEADS, num_stages=STAGES):
@@ -38,22 +38,22 @@ def _scores(
 
 @triton.jit(do_not_specialize=[name for name in _PER_TILE if name != "student_lse"])
 def student_lse(
-    q, keys, weights, out, start, end, rows, width, part_stride, q_row_stride, weight_stride,
+    q, keys, weights, out, start, end, queries, width, part_stride, q_stride, weight_stride,
     RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``out[block, t]``: log-sum-exp of a query's visible scores in a block of keys."""
     blocks = tl.cdiv(width, BLOCK_N)
-    first_row = tl.program_id(0) // blocks * BLOCK_M
+    first_query = tl.program_id(0) // blocks * BLOCK_M
     block = tl.program_id(0) % blocks
     first_column = block * BLOCK_N
-    row, safe_row, begin, stop = tile_rows(start, end, first_row, rows, BLOCK_M)
+    query, safe_query, begin, stop = tile_queries(start, end, first_query, queries, BLOCK_M)
     low, high = seen_range(begin, stop, width)
     lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if (low < first_column + BLOCK_N) & (high > first_column):
         column = first_column + tl.arange(0, BLOCK_N)
         scores = _scores(
-            q, keys, weights, safe_row, tl.minimum(column, width - 1), q_row_stride, weight_stride,
+            q, keys, weights, safe_query, tl.minimum(column, width - 1), q_stride, weight_stride,
             RELU, HEADS, DIM, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
         seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
@@ -61,32 +61,32 @@ def student_lse(
         peak = tl.max(scores, 1)
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         lse = (shift + tl.log2(tl.sum(tl.exp2(scores - shift[:, None]), 1))) * _LN_2
-    tl.store(out + block * part_stride + row, lse, mask=row < rows)
+    tl.store(out + block * part_stride + query, lse, mask=query < queries)
 
 
 @triton.jit(do_not_specialize=_PER_TILE)
 def student_loss(
-    q, keys, weights, teacher, student_lse, out, dscores, start, end, rows, width, part_stride,
-    stride, q_row_stride, weight_stride,
+    q, keys, weights, teacher, student_lse, out, dscores, start, end, queries, width, part_stride,
+    stride, q_stride, weight_stride,
     RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``out[block, t]``: KL sum of a query in a block of keys; ``dscores = student - teacher``."""
     blocks = stride // BLOCK_N
-    first_row = tl.program_id(0) // blocks * BLOCK_M
+    first_query = tl.program_id(0) // blocks * BLOCK_M
     block = tl.program_id(0) % blocks
     first_column = block * BLOCK_N
-    row, safe_row, begin, stop = tile_rows(start, end, first_row, rows, BLOCK_M)
+    query, safe_query, begin, stop = tile_queries(start, end, first_query, queries, BLOCK_M)
     low, high = seen_range(begin, stop, width)
     column = first_column + tl.arange(0, BLOCK_N)
-    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    at = query.to(tl.int64)[:, None] * stride + column[None, :]
     loss = tl.zeros([BLOCK_M], tl.float32)
     if (low < first_column + BLOCK_N) & (high > first_column):
         scores = _scores(
-            q, keys, weights, safe_row, tl.minimum(column, width - 1), q_row_stride, weight_stride,
+            q, keys, weights, safe_query, tl.minimum(column, width - 1), q_stride, weight_stride,
             RELU, HEADS, DIM, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
-        log_student = scores - tl.load(student_lse + safe_row)[:, None]
+        log_student = scores - tl.load(student_lse + safe_query)[:, None]
         seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
         goal = tl.load(teacher + at)
         # NaN in the teacher must reach the loss.
@@ -98,4 +98,4 @@ def student_loss(
     elif dscores is not None:
         zero = tl.zeros([BLOCK_M, BLOCK_N], dscores.dtype.element_ty)
         tl.store(dscores + at, zero)
-    tl.store(out + block * part_stride + row, loss, mask=row < rows)
+    tl.store(out + block * part_stride + query, loss, mask=query < queries)

@@ -43,7 +43,7 @@ class Kind:
         return self.dtype == "float8_e4m3fn"
 
     @property
-    def own(self) -> int:
+    def thread_queries(self) -> int:
         return max(COLUMNS // self.heads // 4, 1)
 
     @property
@@ -137,8 +137,8 @@ def multiply(m, acc, slot, i, part):
 def write(acc, part, values, column, kind):
     call(
         "dsa_write", acc[part].data, T.address_of(values.weights[part * COLUMNS // 4]),
-        values.scales.data, T.address_of(values.target[part * kind.own]),
-        T.address_of(values.seen[part * kind.own * 2]), column,
+        values.scales.data, T.address_of(values.target[part * kind.thread_queries]),
+        T.address_of(values.seen[part * kind.thread_queries * 2]), column,
         of=(*kind.of_unit, kind.relu, kind.is_fp8),
     )  # fmt: skip
 
@@ -150,8 +150,8 @@ def prepare(Weights, Scores, values, at, chunk, part, kind):
         chunk * COLUMNS, Weights.shape[0], of=(COLUMNS, kind.relu),
     )  # fmt: skip
     call(
-        "dsa_rows", T.address_of(values.target[part * kind.own]),
-        T.address_of(values.seen[part * kind.own * 2]), T.address_of(Scores[0, 0]),
+        "dsa_rows", T.address_of(values.target[part * kind.thread_queries]),
+        T.address_of(values.seen[part * kind.thread_queries * 2]), T.address_of(Scores[0, 0]),
         Scores.strides[0], T.address_of(at.start[0]), T.address_of(at.end[0]),
         chunk * (COLUMNS // kind.heads), Scores.shape[0], of=kind.of_unit,
     )  # fmt: skip
@@ -187,8 +187,8 @@ def consume(Weights, KeyScales, Scores, m, done, at, wg, kind):
     values = SimpleNamespace(
         weights=T.alloc_local([PARTS * COLUMNS // 4], "float32"),
         scales=T.alloc_local([2], "float32"),
-        target=T.alloc_local([PARTS * kind.own], "int64"),
-        seen=T.alloc_local([PARTS * kind.own * 2], "int32"),
+        target=T.alloc_local([PARTS * kind.thread_queries], "int64"),
+        seen=T.alloc_local([PARTS * kind.thread_queries * 2], "int32"),
     )
     share, span = walk()
     begin(share, m)
@@ -218,7 +218,7 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
     buffers, with_relu = DTYPES[dtype]
     kind = Kind(heads, dtype, with_relu if relu else sums.RELU_NONE, buffers)
     fp32, int32 = "float32", "int32"
-    rows, q_rows, keys, stride = T.dynamic("rows, q_rows, keys, stride")
+    queries, q_rows, keys, stride = T.dynamic("queries, q_rows, keys, stride")
 
     @T.prim_func
     def index_scores(
@@ -226,9 +226,9 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
         K: T.Tensor([keys, DIM], dtype),
         Weights: T.Tensor([q_rows], fp32),
         KeyScales: T.Tensor([keys if kind.is_fp8 else 1], fp32),
-        Start: T.Tensor([rows], int32),
-        End: T.Tensor([rows], int32),
-        Scores: T.StridedTensor([rows, keys], (stride, 1), fp32),
+        Start: T.Tensor([queries], int32),
+        End: T.Tensor([queries], int32),
+        Scores: T.StridedTensor([queries, keys], (stride, 1), fp32),
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=3 * GROUP):
@@ -248,7 +248,7 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
             at = SimpleNamespace(start=Start, end=End)
             tx = T.get_thread_binding()
             call(
-                "dsa_share", T.address_of(Start[0]), T.address_of(End[0]), rows,
+                "dsa_share", T.address_of(Start[0]), T.address_of(End[0]), queries,
                 T.address_of(m.sums[0]), T.address_of(m.share[0]), of=(*kind.of_tile, 3 * GROUP),
             )  # fmt: skip
             if tx >= 2 * GROUP:

@@ -58,30 +58,30 @@ def build(name: str):
     ``wanted`` is the result of :func:`aim`.
     """
     tiling = TILINGS[name]
-    rows, width, stride, topk = T.dynamic("rows, width, stride, topk")
+    queries, width, stride, topk = T.dynamic("queries, width, stride, topk")
     constants = (tiling.threads, tiling.candidates, tiling.sectors, VECTORS, 4 * tiling.words)
 
     @T.prim_func
     def best_columns(
-        Scores: T.StridedTensor([rows, width], (stride, 1), "float32"),
-        Start: T.Tensor([rows], "int32"),
-        End: T.Tensor([rows], "int32"),
-        Out: T.Tensor([rows, topk], "int32"),
+        Scores: T.StridedTensor([queries, width], (stride, 1), "float32"),
+        Start: T.Tensor([queries], "int32"),
+        End: T.Tensor([queries], "int32"),
+        Out: T.Tensor([queries, topk], "int32"),
         wanted: T.int32,
     ):
-        with T.Kernel(rows, threads=tiling.threads) as block:
+        with T.Kernel(queries, threads=tiling.threads) as block:
             T.annotate_min_blocks_per_sm(tiling.blocks)
             T.import_source(SOURCE)
             shared = T.alloc_shared([tiling.words], "uint32")
             # Start with later queries, which usually have more visible keys.
-            row = rows - 1 - block
+            query = queries - 1 - block
             T.call_extern(
                 "handle",
                 f"dsa_select<{', '.join(map(str, constants))}>",
-                T.address_of(Scores[row, 0]),
-                T.address_of(Start[row]),
-                T.address_of(End[row]),
-                T.address_of(Out[row, 0]),
+                T.address_of(Scores[query, 0]),
+                T.address_of(Start[query]),
+                T.address_of(End[query]),
+                T.address_of(Out[query, 0]),
                 topk,
                 wanted,
                 T.address_of(shared[0]),

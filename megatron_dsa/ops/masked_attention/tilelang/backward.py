@@ -18,11 +18,11 @@ from megatron_dsa.ops.hopper.programs import compiler
 from megatron_dsa.ops.hopper.tiles import GROUP, LOG2_E, SLAB
 from megatron_dsa.ops.masked_attention.tilelang.gradients import COMPUTED, SOURCE
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
+    BLOCK_WORK_SOURCE,
     BY_COLUMNS,
     BY_ROWS,
     KEYS,
     PASSES,
-    PLACE,
     REGISTERS,
     STAGES,
     THREADS,
@@ -100,21 +100,21 @@ def add_queries(dQ, Turns, Order, m, done, dq, tile, i, at, dims, ordered, tx):
     if ordered:
         call(
             "dsa_wait_turn",
-            T.address_of(Turns[at.own, tile, tx // GROUP]),
+            T.address_of(Turns[at.part_head, tile, tx // GROUP]),
             Order[at.block, i],
             4 + tx // GROUP,
         )
-    row = tile * QUERIES + thread_row(tx % GROUP)
+    query = tile * QUERIES + thread_row(tx % GROUP)
     call(
         "dsa_add",
-        T.address_of(dQ[row, at.own, tx // GROUP * (dims.qk // 2)]),
+        T.address_of(dQ[query, at.part_head, tx // GROUP * (dims.qk // 2)]),
         dq.data,
         T.cast(dQ.strides[0], "int64"),
-        dQ.shape[0] - row,
+        dQ.shape[0] - query,
         of=(dims.qk // 16,),
     )
     if ordered:
-        call("dsa_end_turn", T.address_of(Turns[at.own, tile, tx // GROUP]), 4 + tx // GROUP)
+        call("dsa_end_turn", T.address_of(Turns[at.part_head, tile, tx // GROUP]), 4 + tx // GROUP)
 
 
 @T.macro
@@ -221,7 +221,7 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
             row = r * 32 + tx // 8
             if at.first + row < dKV.shape[0]:
                 for c in T.vectorized(8):
-                    dKpe[at.first + row, at.own, tx % 8 * 8 + c] = m.k[
+                    dKpe[at.first + row, at.part_head, tx % 8 * 8 + c] = m.k[
                         row, dims.nope + tx % 8 * 8 + c
                     ]
 
@@ -265,7 +265,7 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     queries, keys, heads, part = T.dynamic("queries, keys, heads, part")
     padded, count, groups, blocks, width = T.dynamic("padded, count, groups, blocks, width")
-    tiles, turns, places = T.dynamic("tiles, turns, places")
+    tiles, turns, ordered_blocks = T.dynamic("tiles, turns, ordered_blocks")
 
     @T.prim_func
     def masked_attention_backward(
@@ -278,7 +278,7 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
         Tiles: T.Tensor([blocks, width], int32),
         Count: T.Tensor([blocks], int32),
         Turns: T.Tensor([turns, tiles, 2], int32),
-        Order: T.Tensor([places, width] if ordered else [1, 1], int32),
+        Order: T.Tensor([ordered_blocks, width] if ordered else [1, 1], int32),
         dQ: T.Tensor([queries, part, nope + rope], fp32),
         dKV: T.Tensor([keys, heads, nope + v], bf16),
         dKpe: T.Tensor([keys, part, max(rope, 1)], bf16),
@@ -287,7 +287,7 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
         together: T.int32,
     ):
         with T.Kernel(blocks * part, threads=THREADS) as number:
-            T.import_source(SOURCE + (COMPUTED if split else "") + PLACE)
+            T.import_source(SOURCE + (COMPUTED if split else "") + BLOCK_WORK_SOURCE)
             m = SimpleNamespace(
                 k=T.alloc_shared([KEYS, nope + rope], bf16),
                 v=T.alloc_shared([KEYS, v], bf16),
@@ -308,10 +308,10 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
             )
             tx = T.get_thread_binding()
             # The first keys usually have the most tiles, so they run first unless `ordered`.
-            place = block_work(Count, number, part, together, KEYS, ordered)
+            work = block_work(Count, number, part, together, KEYS, ordered)
             at = SimpleNamespace(
-                block=place.block, first=place.first, n=place.n, own=place.head,
-                head=first + place.head,
+                block=work.block, first=work.first, n=work.n, part_head=work.head,
+                head=first + work.head,
             )  # fmt: skip
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)

@@ -13,10 +13,10 @@ from megatron_dsa.ops.hopper.programs import compiler
 from megatron_dsa.ops.hopper.tiles import GROUP, LN_2, LOG2_E
 from megatron_dsa.ops.masked_attention.tilelang.softmax import SOURCE
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
+    BLOCK_WORK_SOURCE,
     BY_ROWS,
     KEYS,
     PASSES,
-    PLACE,
     REGISTERS,
     STAGES,
     THREADS,
@@ -67,11 +67,11 @@ def group_of(Tiles, at, i, keys):
 
 @T.macro
 def read_bits(Bits, Tiles, words, group, at, i, keys, tx):
-    row = at.first + thread_row(tx)
+    query = at.first + thread_row(tx)
     for r in tuple(range(2)):
         words[r] = T.cast(0, "uint32")
-        if row + 8 * r < Bits.shape[0]:
-            words[r] = T.reinterpret(Bits[row + 8 * r, group[0], tx % 4], "uint32")
+        if query + 8 * r < Bits.shape[0]:
+            words[r] = T.reinterpret(Bits[query + 8 * r, group[0], tx % 4], "uint32")
             if keys < KEYS:
                 words[r] = words[r] >> T.cast(i % 2 * 16, "uint32") & T.cast(0xFFFF, "uint32")
     if i + 1 < at.n:
@@ -155,9 +155,9 @@ def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
                 O[at.first + row, at.head, tx % across * 8 + c] = m.q[0][row, tx % across * 8 + c]
     if tx % 4 == 0:
         for r in tuple(range(2)):
-            row = at.first + thread_row(tx) + 8 * r
-            if row < O.shape[0]:
-                Lse[row, at.head] = T.if_then_else(
+            query = at.first + thread_row(tx) + 8 * r
+            if query < O.shape[0]:
+                Lse[query, at.head] = T.if_then_else(
                     total[r] == 0, -T.infinity("float32"), (top[r] + T.log2(total[r])) * LN_2
                 )
 
@@ -190,7 +190,7 @@ def build(nope: int, rope: int, v: int):
         together: T.int32,
     ):
         with T.Kernel(blocks * heads, threads=THREADS) as number:
-            T.import_source(SOURCE + PLACE)
+            T.import_source(SOURCE + BLOCK_WORK_SOURCE)
             m = SimpleNamespace(
                 q=tuple(T.alloc_shared([QUERIES, part], bf16) for part in parts),
                 k=tuple(T.alloc_shared([STAGES, tile, part], bf16) for part in parts),

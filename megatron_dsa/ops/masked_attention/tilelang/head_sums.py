@@ -20,7 +20,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
 )
 
 QUERIES = 128
-OWN = QUERIES * KEYS // (2 * GROUP)
+SUMS_PER_THREAD = QUERIES * KEYS // (2 * GROUP)
 
 SOURCE = r"""
 // sums += exp2(S * scale - lse)
@@ -65,17 +65,17 @@ def barriers(dims: Dims):
 def produce_heads(Q, K, Lse, m, done, at, dims):
     last, end = at.first + QUERIES, at.key + KEYS
     for h in T.serial(at.heads):
-        slot, own, key_head = h % STAGES, at.head + h, at.key_head + h
+        slot, head, key_head = h % STAGES, at.head + h, at.key_head + h
         T.barrier_wait(done.free[slot], (h // STAGES & 1) ^ 1)
-        fetch(Q[at.first : last, own, 0 : dims.nope], m.q_nope[slot, :, :], done.full[slot])
-        fetch(Q[at.first : last, own, dims.nope : dims.qk], m.q_rope[slot, :, :], done.full[slot])
+        fetch(Q[at.first : last, head, 0 : dims.nope], m.q_nope[slot, :, :], done.full[slot])
+        fetch(Q[at.first : last, head, dims.nope : dims.qk], m.q_rope[slot, :, :], done.full[slot])
         fetch(K[at.key : end, key_head, 0 : dims.nope], m.k_nope[slot, :, :], done.full[slot])
         if m.rope_per_head:
             fetch(
                 K[at.key : end, key_head, dims.nope : dims.qk], m.k_rope[slot, :, :],
                 done.full[slot],
             )  # fmt: skip
-        fetch(Lse[own, 0:1, at.first : last], m.lse[slot, :, :], done.full[slot])
+        fetch(Lse[head, 0:1, at.first : last], m.lse[slot, :, :], done.full[slot])
         T.barrier_arrive(done.full[slot])
 
 
@@ -159,7 +159,7 @@ def multiply_slabs(m, done, s, lse, h, dims, tx):
 def add_heads(sums, m, done, at, dims, scale, tx):
     s = T.alloc_fragment([QUERIES, KEYS], "float32")
     lse = T.alloc_local([2], "float32")
-    for i in T.unroll(OWN):
+    for i in T.unroll(SUMS_PER_THREAD):
         sums[i] = 0.0
     if not m.rope_per_head:
         T.barrier_wait(done.k_rope[0], 0)

@@ -8,7 +8,7 @@ from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.programs import compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
 from megatron_dsa.ops.masked_attention.tilelang import head_sums
-from megatron_dsa.ops.masked_attention.tilelang.head_sums import OWN, QUERIES
+from megatron_dsa.ops.masked_attention.tilelang.head_sums import QUERIES, SUMS_PER_THREAD
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     KEYS,
     PASSES,
@@ -54,18 +54,18 @@ __device__ __forceinline__ void dsa_write_sums(float* row, int width, const floa
 
 @T.macro
 def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
-    sums = T.alloc_local([OWN], "float32")
+    sums = T.alloc_local([SUMS_PER_THREAD], "float32")
     head_sums.add_heads(sums, m, done, at, dims, scale, tx)
     for r in tuple(range(2)):
-        row = at.first + thread_row(tx) + 8 * r
-        if row < PSum.shape[0]:
+        query = at.first + thread_row(tx) + 8 * r
+        if query < PSum.shape[0]:
             call(
                 "dsa_write_sums",
-                T.address_of(PSum[row, 0]),
+                T.address_of(PSum[query, 0]),
                 PSum.shape[1],
                 sums.data,
-                T.address_of(Bits[row, at.group, 0]),
-                Before[row, at.group],
+                T.address_of(Bits[query, at.group, 0]),
+                Before[query, at.group],
                 of=(r,),
             )
 
@@ -103,14 +103,14 @@ def build(nope: int, rope: int, v: int):
             m, done = head_sums.shared(dims), head_sums.barriers(dims)
             tx = T.get_thread_binding()
             # Tiles with the same queries are adjacent, so these queries stay in L2.
-            place = T.alloc_local([3], "int32")
-            place[0] = number // width
-            place[2] = key_head + place[0] * QUERIES // part * heads
-            if number % width < Count[place[0]]:
-                place[1] = Tiles[place[0], number % width]
+            work = T.alloc_local([3], "int32")
+            work[0] = number // width
+            work[2] = key_head + work[0] * QUERIES // part * heads
+            if number % width < Count[work[0]]:
+                work[1] = Tiles[work[0], number % width]
                 at = SimpleNamespace(
-                    first=place[0] * QUERIES, group=place[1], key=place[1] * KEYS, head=0,
-                    key_head=place[2], heads=heads,
+                    first=work[0] * QUERIES, group=work[1], key=work[1] * KEYS, head=0,
+                    key_head=work[2], heads=heads,
                 )  # fmt: skip
                 if tx >= 2 * GROUP:
                     T.set_max_nreg(REGISTERS[1], 0)

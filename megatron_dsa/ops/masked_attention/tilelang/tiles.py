@@ -25,7 +25,7 @@ BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
 #: CUDA function that maps a thread block to a block of queries or keys, a head, and the number of
 #: tiles. ``together`` heads run at a time, so that their keys stay in L2.
-PLACE = r"""
+BLOCK_WORK_SOURCE = r"""
 __device__ __forceinline__ void dsa_block_work(int* place, const int* count, int number, int blocks,
                                           int heads, int together, bool last_first) {
   const int some = number / (together * blocks) * together;
@@ -108,11 +108,11 @@ class BlockWork:
 
 @T.macro
 def block_work(Count, number, heads, together, size, last_first, parts=1):
-    place = T.alloc_local([3], "int32")
+    work = T.alloc_local([3], "int32")
     blocks = Count.shape[0]
     call(
         "dsa_block_work",
-        place.data,
+        work.data,
         T.address_of(Count[0]),
         number,
         blocks,
@@ -120,7 +120,7 @@ def block_work(Count, number, heads, together, size, last_first, parts=1):
         together,
         last_first,
     )
-    return BlockWork(place[0], place[0] * size, place[1], place[2] * parts)
+    return BlockWork(work[0], work[0] * size, work[1], work[2] * parts)
 
 
 def fetch(source, target, barrier):

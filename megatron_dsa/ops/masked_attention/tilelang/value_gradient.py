@@ -23,10 +23,10 @@ from megatron_dsa.ops.masked_attention.tilelang.backward import (
 )
 from megatron_dsa.ops.masked_attention.tilelang.gradients import COMPUTED, SOURCE
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
+    BLOCK_WORK_SOURCE,
     BY_ROWS,
     KEYS,
     PASSES,
-    PLACE,
     REGISTERS,
     STAGES,
     THREADS,
@@ -129,7 +129,7 @@ def build(nope: int, rope: int, v: int):
         together: T.int32,
     ):
         with T.Kernel(blocks * heads, threads=THREADS) as number:
-            T.import_source(SOURCE + COMPUTED + PLACE)
+            T.import_source(SOURCE + COMPUTED + BLOCK_WORK_SOURCE)
             m = SimpleNamespace(
                 k=T.alloc_shared([KEYS, nope + rope], bf16),
                 q=T.alloc_shared([STAGES, QUERIES, nope + rope], bf16),

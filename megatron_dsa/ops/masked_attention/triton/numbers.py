@@ -40,13 +40,13 @@ def _numbers(
     query = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     inside = query < queries
-    row = query * heads + head
-    own = tl.load(lse + row, mask=inside, other=float("-inf"))
-    own = tl.where(own == float("-inf"), float("inf"), own * _LOG2_E)
+    index = query * heads + head
+    value = tl.load(lse + index, mask=inside, other=float("-inf"))
+    value = tl.where(value == float("-inf"), float("inf"), value * _LOG2_E)
     target = result + head * 2 * count + query
-    tl.store(target, own)
+    tl.store(target, value)
     if DIMS > 0:
-        at = row[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
+        at = index[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
         a = tl.load(out + at, mask=inside[:, None], other=0).to(tl.float32)
         b = tl.load(dout + at, mask=inside[:, None], other=0).to(tl.float32)
         tl.store(target + count, tl.sum(a * b, 1))
@@ -63,19 +63,19 @@ def keys_before(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @triton.jit(do_not_specialize=["key_groups"])
 def _keys_before(bits, before, total, key_groups, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * key_groups
+    begin = tl.program_id(0).to(tl.int64) * key_groups
     found = 0
     for first in range(0, key_groups, BLOCK):
         group = first + tl.arange(0, BLOCK)
         inside = group < key_groups
-        at = (row + group)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        at = (begin + group)[:, None] * 4 + tl.arange(0, 4)[None, :]
         x = tl.load(bits + at, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
         x = x - ((x >> 1) & 0x55555555)
         x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
         x = (x + (x >> 4)) & 0x0F0F0F0F
         count = tl.sum(((x * 0x01010101) >> 24).to(tl.int32), 1)
         up_to = tl.cumsum(count, 0)
-        tl.store(before + row + group, found + up_to - count, mask=inside)
+        tl.store(before + begin + group, found + up_to - count, mask=inside)
         found += tl.sum(count, 0)
     tl.store(total + tl.program_id(0), found)
 
@@ -119,9 +119,9 @@ def _list_keys(
         word = (query * key_groups + first) * 4 + key // 128 * 4 + key % 8 // 2
         x = tl.load(bits + word, mask=first + key // 128 < key_groups, other=0)
         flag = (x >> (key % 128 // 8 * 2 + key % 2)) & 1
-        place = found + tl.cumsum(flag, 0) - 1
-        target = indices + query * width + place
-        tl.store(target, first * 128 + key, mask=(flag != 0) & (place < width))
+        slot = found + tl.cumsum(flag, 0) - 1
+        target = indices + query * width + slot
+        tl.store(target, first * 128 + key, mask=(flag != 0) & (slot < width))
 
 
 def round_gradient(dq: torch.Tensor, sums: torch.Tensor, first: int, scale: float) -> None:
@@ -141,7 +141,7 @@ def _round(dq, sums, first, stride, columns, scale, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     # 16 columns are [half, thread, 2] in dq but [thread, half, 2] in the sums.
-    place = column % 16
-    source = column - place + place % 8 // 2 * 4 + place // 8 * 2 + place % 2
+    index = column % 16
+    source = column - index + index % 8 // 2 * 4 + index // 8 * 2 + index % 2
     x = tl.load(sums + query * columns + source, mask=inside, other=0.0)
     tl.store(dq + query * stride + first + column, (x * scale).to(dq.dtype.element_ty), mask=inside)

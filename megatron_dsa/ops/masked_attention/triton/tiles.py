@@ -137,18 +137,18 @@ def _list_tiles(
     else:
         group -= query_groups
         for first in range(0, 2 * query_groups, BLOCK):
-            row = first + tl.arange(0, BLOCK)
-            at = row.to(tl.int64) * key_groups + group
-            flag = tl.load(flags + at, mask=row < 2 * query_groups, other=0)
-            found = _append(block_ids + group * 2 * query_groups, row, flag, found)
+            block = first + tl.arange(0, BLOCK)
+            at = block.to(tl.int64) * key_groups + group
+            flag = tl.load(flags + at, mask=block < 2 * query_groups, other=0)
+            found = _append(block_ids + group * 2 * query_groups, block, flag, found)
         tl.store(block_count + group, found)
 
 
 @triton.jit
 def _append(ids, entry, flag, found):
     is_set = (flag != 0).to(tl.int32)
-    place = found + tl.cumsum(is_set, 0) - 1
-    tl.store(ids + place, entry, mask=is_set != 0)
+    slot = found + tl.cumsum(is_set, 0) - 1
+    tl.store(ids + slot, entry, mask=is_set != 0)
     return found + tl.sum(is_set, 0)
 
 

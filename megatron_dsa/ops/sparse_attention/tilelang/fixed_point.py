@@ -4,7 +4,7 @@ Contributions are multiplied by ``units``, a power of two, and rounded. Query he
 P dO_r`` to key k, where ``|dS| = scale P |dO_r . (V_k - O_r)|`` and P sums to 1 over keys. No
 element exceeds
 
-    rows * (scale * v_dim * max|dO| * (max|V| + max|O|) * max|Q| + max|dO|)
+    query heads * (scale * v_dim * max|dO| * (max|V| + max|O|) * max|Q| + max|dO|)
 
 and ``units`` keeps twice this bound, for bf16 roundings, below 2^62. The rounding error of n
 contributions, about ``sqrt(n / 12) / units``, is below 1e-6 of the norm for 2^18 query heads, as in
@@ -30,13 +30,13 @@ def units_per_one(
     values = inputs.kv[:, : inputs.v_dim]
     values = largest(torch.where(values.isfinite(), values, 0.0))
     if inputs.key_sum is None:
-        rows, queries, gradient = inputs.q.shape[:2].numel(), largest(inputs.q), largest(dout)
+        count, queries, gradient = inputs.q.shape[:2].numel(), largest(inputs.q), largest(dout)
         outputs = largest(out)
     else:
-        rows, (queries, gradient) = inputs.key_sum.rows, inputs.key_sum.bounds()
+        count, (queries, gradient) = inputs.key_sum.query_heads, inputs.key_sum.bounds()
         outputs = values  # attention outputs are averages of values
-    per_row = inputs.softmax_scale * inputs.v_dim * gradient * (values + outputs)
-    return units_for(rows, per_row * queries + gradient)
+    per_query_head = inputs.softmax_scale * inputs.v_dim * gradient * (values + outputs)
+    return units_for(count, per_query_head * queries + gradient)
 
 
 def to_float(fixed: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
@@ -44,9 +44,9 @@ def to_float(fixed: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
 
     The backward stores 16 columns ``[2 halves, 4 threads, 2]`` as ``[2 halves, 2, 4 threads]``.
     """
-    rows, dim = fixed.shape
-    ordered = torch.empty(rows, dim, dtype=torch.float32, device=fixed.device)
-    ordered.view(rows, dim // 16, 2, 4, 2).copy_(
-        fixed.view(rows, dim // 16, 2, 2, 4).transpose(-1, -2)
+    keys, dim = fixed.shape
+    ordered = torch.empty(keys, dim, dtype=torch.float32, device=fixed.device)
+    ordered.view(keys, dim // 16, 2, 4, 2).copy_(
+        fixed.view(keys, dim // 16, 2, 2, 4).transpose(-1, -2)
     )
     return ordered.div_(units)

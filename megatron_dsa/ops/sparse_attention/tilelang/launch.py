@@ -32,8 +32,8 @@ def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
     kernel = kernels.compiled("forward", heads, dim, inputs.v_dim, group, sink is not None)
     sink = torch.empty(1, device=q.device) if sink is None else sink.float().contiguous()
     for part, lists, _ in key_lists(inputs, group, kernels=kernels):
-        rows = (part_of(x, part).flatten(0, 1) for x in (q, out, lse))
-        kernel(next(rows), kv, *lists, sink, *rows, inputs.softmax_scale)
+        flat = (part_of(x, part).flatten(0, 1) for x in (q, out, lse))
+        kernel(next(flat), kv, *lists, sink, *flat, inputs.softmax_scale)
     return out, lse, None
 
 
@@ -65,7 +65,7 @@ def backward(
     launch = _launch_two if way is Way.TWO else _launch_one
     p_sum = torch.empty_like(inputs.indices, dtype=torch.float32) if sums_heads else None
     ascending = sorting_pays(inputs)
-    for part, lists, places in key_lists(inputs, group, ascending, sums_heads, kernels):
+    for part, lists, slots in key_lists(inputs, group, ascending, sums_heads, kernels):
         sums = None
         if sums_heads:
             count, width = lists[0].shape
@@ -75,7 +75,7 @@ def backward(
         if p_sum is not None and sums is not None:
             length = None if inputs.topk_length is None else inputs.topk_length[part]
             to_callers_lists(
-                p_sum[part], sums.flatten(0, 1), places, inputs.indices[part], length,
+                p_sum[part], sums.flatten(0, 1), slots, inputs.indices[part], length,
                 len(kv), inputs.workspace_bytes,
             )  # fmt: skip
         del sums
@@ -185,9 +185,9 @@ def key_lists(
     if queries == 0:
         return
     if group == 1:
-        places = torch.empty_like(inputs.indices) if ascending and with_slots else None
-        lists = ascending_lists(inputs, places) if ascending else caller_lists(inputs)
-        yield slice(0, queries), (lists[0], unused, lists[1]), places
+        slots = torch.empty_like(inputs.indices) if ascending and with_slots else None
+        lists = ascending_lists(inputs, slots) if ascending else caller_lists(inputs)
+        yield slice(0, queries), (lists[0], unused, lists[1]), slots
         return
     indices, length = caller_lists(inputs)
     form_unions = (kernels or kernels_for(indices.device)).unions(group, with_slots)
@@ -206,6 +206,6 @@ def key_lists(
         ids = torch.empty(groups, capacity, dtype=torch.int32, device=indices.device)
         members = torch.empty_like(ids, dtype=torch.uint8)
         count = torch.empty(groups, dtype=torch.int32, device=indices.device)
-        places = torch.empty_like(indices[part] if with_slots else count[:1, None])
-        form_unions(indices[part], length[part], ids, members, count, places, inputs.kv.shape[0])
-        yield part, (ids, members, count), places if with_slots else None
+        slots = torch.empty_like(indices[part] if with_slots else count[:1, None])
+        form_unions(indices[part], length[part], ids, members, count, slots, inputs.kv.shape[0])
+        yield part, (ids, members, count), slots if with_slots else None

@@ -14,7 +14,7 @@ from megatron_dsa.ops.common.scaling import has_triton
 def to_callers_lists(
     out: torch.Tensor,
     sums: torch.Tensor,
-    places: torch.Tensor | None,
+    slots: torch.Tensor | None,
     indices: torch.Tensor,
     length: torch.Tensor | None,
     keys: int,
@@ -35,7 +35,7 @@ def to_callers_lists(
             block = 1024
             launch(
                 _order, (queries, ceil_div(width, block)),
-                out, sums, None if places is None else places.contiguous(), indices.contiguous(),
+                out, sums, None if slots is None else slots.contiguous(), indices.contiguous(),
                 None if length is None else length.contiguous(), keys, width, sums.shape[1],
                 BLOCK=block,
             )  # fmt: skip
@@ -43,28 +43,28 @@ def to_callers_lists(
     # Temporary bytes per list entry: validity, masked and int64 indices, two results.
     step = items_within(workspace_bytes, width * 24)
     for first in range(0, queries, step):
-        rows = slice(first, min(first + step, queries))
-        valid = valid_entries(indices[rows], None if length is None else length[rows], keys)
-        found = sums[rows, :width]
-        if places is not None:
-            found = sums[rows].gather(1, torch.where(valid, places[rows], 0).long())
-        out[rows] = torch.where(valid, found, 0.0)
+        part = slice(first, min(first + step, queries))
+        valid = valid_entries(indices[part], None if length is None else length[part], keys)
+        found = sums[part, :width]
+        if slots is not None:
+            found = sums[part].gather(1, torch.where(valid, slots[part], 0).long())
+        out[part] = torch.where(valid, found, 0.0)
 
 
 # Varying sizes must not trigger recompilation.
 @triton.jit(do_not_specialize=[
-    "out", "sums", "places", "indices", "length", "keys", "width", "stride",
+    "out", "sums", "slots", "indices", "length", "keys", "width", "stride",
 ])  # fmt: skip
-def _order(out, sums, places, indices, length, keys, width, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _order(out, sums, slots, indices, length, keys, width, stride, BLOCK: tl.constexpr):
+    query = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < width
-    key = tl.load(indices + row * width + entry, mask=inside, other=-1)
+    key = tl.load(indices + query * width + entry, mask=inside, other=-1)
     valid = (key >= 0) & (key < keys)
     if length is not None:
-        valid &= entry < tl.load(length + row)
-    place = entry
-    if places is not None:
-        place = tl.load(places + row * width + entry, mask=valid, other=0)
-    found = tl.load(sums + row * stride + place, mask=valid, other=0.0)
-    tl.store(out + row * width + entry, found, mask=inside)
+        valid &= entry < tl.load(length + query)
+    slot = entry
+    if slots is not None:
+        slot = tl.load(slots + query * width + entry, mask=valid, other=0)
+    found = tl.load(sums + query * stride + slot, mask=valid, other=0.0)
+    tl.store(out + query * width + entry, found, mask=inside)

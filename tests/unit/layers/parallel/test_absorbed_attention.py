@@ -341,7 +341,7 @@ def test_bounds_of_sums_in_fixed_point_hold_and_are_not_far(spread, blocks_of, a
     def watching(torchs):
         def backward(inputs, out, lse, dout):
             seen.append((inputs.key_sum.bounds(), inputs.q.abs().max(), dout.abs().max()))
-            assert inputs.key_sum.rows == 37 * 3
+            assert inputs.key_sum.query_heads == 37 * 3
             return torchs(inputs, out, lse, dout)
 
         return backward

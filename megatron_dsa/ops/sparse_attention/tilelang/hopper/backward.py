@@ -17,10 +17,10 @@ from tilelang import language as T
 from megatron_dsa.ops.hopper.cuda import NO_HOISTING, call, shared_address
 from megatron_dsa.ops.hopper.programs import FAST_MATH, compiler
 from megatron_dsa.ops.hopper.tiles import (
+    COPIED_KEYS,
     GROUP,
     HALF,
     LOG2_E,
-    ROWS,
     SLAB,
     TILE,
     V_DIM,
@@ -40,7 +40,7 @@ REGISTERS = {576: (192, 224, 64, 32), 512: (192, 200, 88, 32)}
 
 @T.macro
 def gather(KV, Ids, Members, m, done, at, shape, thread):
-    ids = T.alloc_local([TILE // ROWS], "int32")
+    ids = T.alloc_local([TILE // COPIED_KEYS], "int32")
     ahead = T.alloc_local([1], "int32")
     members = T.alloc_local([1], "uint8")
     lists = Lists(KV, Ids, Members, shape.group, ahead, members, ids)

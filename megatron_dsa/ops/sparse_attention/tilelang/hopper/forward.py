@@ -18,10 +18,10 @@ from tilelang import language as T
 from megatron_dsa.ops.hopper.cuda import NO_HOISTING, call
 from megatron_dsa.ops.hopper.programs import MANUAL_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import (
+    COPIED_KEYS,
     GROUP,
     HALF,
     LOG2_E,
-    ROWS,
     SHARED,
     TILE,
     V_DIM,
@@ -75,7 +75,7 @@ def start(Q, m, done, at, dim, tx):
 
 @T.macro
 def gather(KV, Ids, Members, m, done, at, shape, thread):
-    ids = T.alloc_local([PAIR // ROWS], "int32")
+    ids = T.alloc_local([PAIR // COPIED_KEYS], "int32")
     ahead = T.alloc_local([1], "int32")
     members = T.alloc_local([1], "uint8")
     word = T.alloc_local([1], "uint32")
@@ -88,14 +88,14 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
         note_members(lists, m, i, word, thread)
         list_ahead(lists, at, i + 1, PAIR, thread)
         T.sync_threads(8, GROUP)
-        for r in T.unroll(PAIR // ROWS):
-            ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
+        for r in T.unroll(PAIR // COPIED_KEYS):
+            ids[r] = m.ids[i % 2, r * COPIED_KEYS + thread // 8]
         for buffer, side in REFILLS:
             if 2 * i + buffer < at.blocks():
                 T.barrier_wait(done.keys_free[2 * buffer + side], (i & 1) ^ 1)
-                for r in tuple(range(TILE // ROWS)):
-                    key = ids[buffer * TILE // ROWS + r]
-                    row = r * ROWS + thread // 8
+                for r in tuple(range(TILE // COPIED_KEYS)):
+                    key = ids[buffer * TILE // COPIED_KEYS + r]
+                    row = r * COPIED_KEYS + thread // 8
                     columns = ((0, HALF), (HALF, shape.dim))[side]
                     fetch(m.k[buffer], KV, row, T.max(key, 0), key >= 0, columns, thread)
                     call("dsa_no_hoisting")

@@ -112,16 +112,16 @@ __device__ __forceinline__ void dsa_add_keys(const float* acc, const int* ids, l
 
 @T.macro
 def start(Q, dO, m, at, shape, tx):
-    owned, tail = V_DIM // shape.tiles, shape.tail
+    v_part, tail = V_DIM // shape.tiles, shape.tail
     for t, r in tuple((t, r) for t in range(shape.tiles) for r in range(2)):
         row = r * 32 + tx // 8
         source = T.min(at.first + t * TILE + row, Q.shape[0] - 1)
         wanted = t * TILE + row < at.rows
-        offset = at.rank * owned
-        fetch(m.do[t], dO, row, source, wanted, (0, owned), tx, offset)
-        fetch(m.q[t], Q, row, source, wanted, (0, owned), tx, offset)
+        offset = at.rank * v_part
+        fetch(m.do[t], dO, row, source, wanted, (0, v_part), tx, offset)
+        fetch(m.q[t], Q, row, source, wanted, (0, v_part), tx, offset)
         if tail:
-            fetch(m.q[t], Q, row, source, wanted, (owned, owned + tail), tx, V_DIM - owned)
+            fetch(m.q[t], Q, row, source, wanted, (v_part, v_part + tail), tx, V_DIM - v_part)
     T.ptx_commit_group()
     T.ptx_wait_group(0)
     T.fence_proxy_async()
@@ -164,7 +164,7 @@ def produce(Ids, PdS, m, done, at, keys, tiles, thread):
 def consume(dKV, Units, m, done, at, tiles, wg, thread):
     part = at.rank if tiles == 2 else wg
     first = 0 if tiles == 2 else wg * HALF
-    owned, dim, fixed = V_DIM // tiles, dKV.shape[1], Units is not None
+    v_part, dim, fixed = V_DIM // tiles, dKV.shape[1], Units is not None
     tail = dim - V_DIM
     acc_0 = T.alloc_fragment([COLUMNS, TILE], "float32")
     acc_1 = T.alloc_fragment([COLUMNS, TILE], "float32")
@@ -198,7 +198,7 @@ def consume(dKV, Units, m, done, at, tiles, wg, thread):
         if tail:
             for t in tuple(range(tiles)):
                 T.wgmma_gemm(
-                    m.q[t][:, owned:],
+                    m.q[t][:, v_part:],
                     m.pds[b + t * 2 + 1, part * 32 : part * 32 + 32, :],
                     acc_tail,
                     **TRANSPOSED,
@@ -228,7 +228,7 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
         raise ValueError(
             f"heads must be 1 to {max(STAGES) * TILE}, got {heads}: shared memory is full"
         )
-    stages, owned = STAGES[tiles], V_DIM // tiles
+    stages, v_part = STAGES[tiles], V_DIM // tiles
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     rows, keys, lists, width, most = T.dynamic("rows, keys, lists, width, most")
 
@@ -246,8 +246,8 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
             T.import_source(ADDRESSES + SOURCE)
             m = SimpleNamespace(
                 # Allocate one buffer per head tile: wgmma_gemm misplaces a slice's columns past 64.
-                q=[T.alloc_shared([TILE, owned + shape.tail], bf16) for _ in range(tiles)],
-                do=[T.alloc_shared([TILE, owned], bf16) for _ in range(tiles)],
+                q=[T.alloc_shared([TILE, v_part + shape.tail], bf16) for _ in range(tiles)],
+                do=[T.alloc_shared([TILE, v_part], bf16) for _ in range(tiles)],
                 pds=T.alloc_shared([stages * tiles * 2, TILE, TILE], bf16),
                 ids=T.alloc_shared([stages, TILE], int32),
             )
@@ -259,9 +259,9 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
             )
             tx = T.get_thread_binding()
             thread = tx % GROUP
-            place = block // tiles
-            n = Length[place]
-            at = BlockWork(place, 0, place * heads, heads, n, block % tiles)
+            query = block // tiles
+            n = Length[query]
+            at = BlockWork(query, 0, query * heads, heads, n, block % tiles)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[2], 0)
                 produce(Ids, PdS, m, done, at, keys, tiles, thread)

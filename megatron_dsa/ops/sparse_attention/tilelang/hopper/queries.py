@@ -6,10 +6,10 @@ from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.tiles import (
+    COPIED_KEYS,
     GROUP,
     HALF,
     QUARTER,
-    ROWS,
     TILE,
     V_DIM,
     fetch,
@@ -71,14 +71,14 @@ def next_ids(lists, m, at, i, thread):
             m.members[i % 2, thread] = lists.members[0]
         list_ahead(lists, at, i + 1, TILE, thread)
     T.sync_threads(8, GROUP)
-    for r in T.unroll(TILE // ROWS):
-        lists.ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
+    for r in T.unroll(TILE // COPIED_KEYS):
+        lists.ids[r] = m.ids[i % 2, r * COPIED_KEYS + thread // 8]
 
 
 @T.macro
 def fetch_part(lists, m, done, part, columns, thread):
-    for r in tuple(range(TILE // ROWS)):
-        row = r * ROWS + thread // 8
+    for r in tuple(range(TILE // COPIED_KEYS)):
+        row = r * COPIED_KEYS + thread // 8
         from_row = T.max(lists.ids[r], 0)
         fetch(m.k, lists.KV, row, from_row, lists.ids[r] >= 0, columns, thread)
         call("dsa_no_hoisting")

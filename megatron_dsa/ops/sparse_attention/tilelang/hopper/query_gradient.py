@@ -11,11 +11,11 @@ from tilelang import language as T
 from megatron_dsa.ops.hopper.cuda import NO_HOISTING, call, shared_address
 from megatron_dsa.ops.hopper.programs import MANUAL_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import (
+    COPIED_KEYS,
     GROUP,
     HALF,
     LOG2_E,
     QUARTER,
-    ROWS,
     TILE,
     V_DIM,
     Lists,
@@ -62,7 +62,7 @@ def key_parts(dim: int) -> tuple[tuple[int, int], ...]:
 
 @T.macro
 def gather(KV, Ids, m, done, at, dim, thread):
-    ids = T.alloc_local([TILE // ROWS], "int32")
+    ids = T.alloc_local([TILE // COPIED_KEYS], "int32")
     ahead = T.alloc_local([1], "int32")
     unused = T.alloc_local([1], "uint8")
     lists = Lists(KV, Ids, None, 1, ahead, unused, ids)

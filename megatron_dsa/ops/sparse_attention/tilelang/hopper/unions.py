@@ -114,7 +114,7 @@ def build(group: int, with_slots: bool = False):
     """Return the TileLang program for unions of ``group`` adjacent queries' lists.
 
     Arguments are contiguous. Invalid Indices are skipped; Length is within ``[0, K]``; Ids and
-    Members end at Count; Places (``with_slots``) gets the union index of each valid entry.
+    Members end at Count; Slots (``with_slots``) gets the union index of each valid entry.
     """
     queries, width, groups, capacity = T.dynamic("queries, width, groups, capacity")
 
@@ -125,7 +125,7 @@ def build(group: int, with_slots: bool = False):
         Ids: T.Tensor([groups, capacity], "int32"),
         Members: T.Tensor([groups, capacity], "uint8"),
         Count: T.Tensor([groups], "int32"),
-        Places: T.Tensor([queries, width] if with_slots else [1, 1], "int32"),
+        Slots: T.Tensor([queries, width] if with_slots else [1, 1], "int32"),
         keys: T.int32,
     ):
         with T.Kernel(groups, threads=THREADS) as block:
@@ -145,7 +145,7 @@ def build(group: int, with_slots: bool = False):
                 T.address_of(Members[block, 0]),
                 capacity,
                 T.address_of(Count[block]),
-                T.address_of(Places[block * group if with_slots else 0, 0]),
+                T.address_of(Slots[block * group if with_slots else 0, 0]),
                 T.address_of(marks[0]),
                 T.address_of(before[0]),
                 T.address_of(small[0]),

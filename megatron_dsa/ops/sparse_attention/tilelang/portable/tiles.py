@@ -69,11 +69,11 @@ def look_ahead(lists, at, i, tiling, thread):
     for r in T.unroll(tiling.keys // tiling.copied):
         lists.ahead[r] = -1
         lists.members[r] = T.cast(1, "uint8")
-        place = i * tiling.keys + r * tiling.copied + thread // COPIERS
-        if place < at.n:
-            lists.ahead[r] = lists.Ids[at.list, place]
+        slot = i * tiling.keys + r * tiling.copied + thread // COPIERS
+        if slot < at.n:
+            lists.ahead[r] = lists.Ids[at.list, slot]
             if lists.group > 1:
-                lists.members[r] = lists.Members[at.list, place]
+                lists.members[r] = lists.Members[at.list, slot]
 
 
 @T.macro
