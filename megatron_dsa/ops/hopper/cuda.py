@@ -11,7 +11,7 @@ ADDRESSES = r"""
 __device__ __forceinline__ int dsa_here(const void* what) {
   return static_cast<int>(__cvta_generic_to_shared(what));
 }
-// Keeps TileLang from giving a buffer's memory to others before here.
+// Keeps TileLang from reusing a buffer's memory before this line.
 __device__ __forceinline__ void dsa_keep(const void* a, const void* b) {}
 """
 

@@ -1,7 +1,7 @@
 """CUDA source of a prefix sum over the threads of a block."""
 
 SOURCE = r"""
-// The sum of `value` over the threads before this one, and over all of them. `warp_sums`, in shared
+// Sums `value` over the threads before this one, and over all threads. `warp_sums`, in shared
 // memory, has a word per warp.
 __device__ __forceinline__ int dsa_sum_before(int value, int* warp_sums, int& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -10,7 +10,7 @@ __device__ __forceinline__ int dsa_sum_before(int value, int* warp_sums, int& to
     const int other = __shfl_up_sync(0xffffffffu, sum, step);
     if (lane >= step) sum += other;
   }
-  __syncthreads();  // the previous call's sums were read
+  __syncthreads();  // all threads have read the previous call's sums
   if (lane == 31) warp_sums[warp] = sum;
   __syncthreads();
   int before = 0;

@@ -7,7 +7,7 @@ bit)`` set if that product is positive.
 """
 
 SOURCE = r"""
-// The weights of this thread's heads (see above), from shared memory.
+// Reads the weights of this thread's heads from shared memory.
 __device__ __forceinline__ void dsa_read_weights(float* weights, int here, int thread) {
 #pragma unroll
   for (int j = 0; j < 8; j++)
@@ -16,7 +16,7 @@ __device__ __forceinline__ void dsa_read_weights(float* weights, int here, int t
       : "memory");
 }
 
-// Scores of a block, sum_h w_h relu(S_h), and the word of positive products of each thread.
+// Scores of a block, sum_h w_h relu(S_h), and each thread's bits of positive products.
 __device__ __forceinline__ void dsa_index_scores(const float* s, const float* weights, int scores,
                                                  int words, int thread) {
   float upper = 0.f, lower = 0.f;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void dsa_index_scores(const float* s, const float* we
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       const float x = s[4 * j + c], y = s[4 * j + 2 + c], w = weights[2 * j + c];
-      // NaN is not dropped.
+      // Propagate NaN.
       if (!(x <= 0.f)) { upper += w * x; word |= 1u << (2 * j + 16 * c); }
       if (!(y <= 0.f)) { lower += w * y; word |= 2u << (2 * j + 16 * c); }
     }
@@ -43,7 +43,7 @@ __device__ __forceinline__ void dsa_index_scores(const float* s, const float* we
   }
 }
 
-// Sum or maximum over a warpgroup, in the same order for all; `scratch`: 4 floats, used once.
+// Sum or maximum over a warpgroup in a fixed order; `scratch`: 4 floats, used once.
 template <bool LARGEST>
 __device__ __forceinline__ float dsa_over_group(float x, int scratch, int thread) {
 #pragma unroll
@@ -60,14 +60,14 @@ __device__ __forceinline__ float dsa_over_group(float x, int scratch, int thread
   return LARGEST ? fmaxf(fmaxf(a, b), fmaxf(c, d)) : (a + b) + (c + d);
 }
 
-// log(teacher / student), where `below` is log(student); exact where they are alike.
+// log(teacher / student), with `below` = log(student); exact where both are close.
 __device__ __forceinline__ float dsa_log_ratio(float teacher, float student, float below) {
   const float log_2 = 0.69314718f;
   if (student > 1e-30f) return __log2f(__fdividef(teacher, student)) * log_2;
   return __log2f(teacher) * log_2 - below;
 }
 
-// Stores two bf16 of a value; returns what it was rounded to.
+// Stores a value twice as bf16; returns the rounded value.
 __device__ __forceinline__ float dsa_store_pair(int here, float value) {
   unsigned pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(pair) : "f"(value));
@@ -75,12 +75,11 @@ __device__ __forceinline__ float dsa_store_pair(int here, float value) {
   return __uint_as_float(pair << 16);
 }
 
-// Softmax of a list's scores, KL(teacher || student), and student - teacher in place of the scores:
-// a pair of equal bf16 per entry, 0 where an entry is no key. Rows whose teacher has no mass have
-// neither loss nor differences. The differences of a row sum to 0, so what all keys have in common
-// has no gradient; a thread's smallest entry takes what its others lost in rounding, or that part
-// would dominate the errors of dq and dw. `n` entries, `keys` exist; without GRADIENTS the
-// differences are not written. Returns this row's KL to all threads.
+// Overwrites a list's scores with student - teacher, as a pair of equal bf16 per entry and 0 for
+// invalid entries, and returns KL(teacher || student) to all threads. Both are 0 for a teacher
+// without mass. Differences sum to 0, so the keys' common part has no gradient; each thread's
+// smallest entry compensates the rounding of its others, which would dominate the errors of dq and
+// dw. `n`: entries; `keys`: number of keys; GRADIENTS: write the differences.
 template <int ENTRIES, bool GRADIENTS>
 __device__ __forceinline__ float dsa_differences(int scores, const int* ids, const float* teacher,
                                                  int n, int keys, int scratch, int thread) {
@@ -100,7 +99,7 @@ __device__ __forceinline__ float dsa_differences(int scores, const int* ids, con
   for (int i = 0; i < ENTRIES; i++) { most = fmaxf(most, x[i]); mass += t[i]; }
   most = dsa_over_group<true>(most, scratch, thread);
   mass = dsa_over_group<false>(mass, scratch + 16, thread);
-  // A list without any key has no mass either.
+  // A list without keys also has no mass.
   if (most == -INFINITY) most = 0.f;
   const bool trained = !(mass <= 0.f);
   const float share = trained ? __fdividef(1.f, mass) : 0.f;
@@ -130,8 +129,8 @@ __device__ __forceinline__ float dsa_differences(int scores, const int* ids, con
   return dsa_over_group<false>(value, scratch + 48, thread);
 }
 
-// Multiplies the queries [64, 128] in shared memory by their head's weight. Swizzles move 16-byte
-// chunks within a row of 64 columns only.
+// Multiplies the queries [64, 128] in shared memory by their head's weight. Swizzles permute
+// 16-byte chunks within a row of 64 columns.
 __device__ __forceinline__ void dsa_weigh_queries(int queries, int weights, int thread) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -150,8 +149,8 @@ __device__ __forceinline__ void dsa_weigh_queries(int queries, int weights, int 
   }
 }
 
-// A tile [64 keys, 64 heads] bf16 with 128-byte swizzle: the key's difference where the product
-// was positive, else 0. `quarter`: 16 keys, what one warp had. `words` and `pairs`: of the block.
+// Writes a tile [64 keys, 64 heads] bf16 with 128-byte swizzle: the key's difference where the
+// product is positive, else 0. `quarter`: the 16 keys of a warp. `words`, `pairs`: of the block.
 __device__ __forceinline__ void dsa_masked_differences(int words, int pairs, int tile, int quarter,
                                                        int lane) {
   unsigned word, upper, lower;
@@ -167,15 +166,15 @@ __device__ __forceinline__ void dsa_masked_differences(int words, int pairs, int
     unsigned x[4];
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      // Two bits, 16 apart, times a number of 16 bits: both halves or none.
+      // Two bits, 16 apart, times 16 bits: each half is the difference or 0.
       x[j] = (word >> (4 * i + j) & 0x00010001u) * (j % 2 ? lower : upper);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
       :: "r"(place ^ (i * 32)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
   }
 }
 
-// What a query's heads get, from g = sum_j differences_j [product > 0] k_j (accumulators [64 heads,
-// 128]): dq = w g, dw = q . g. `rows`: heads that exist.
+// Gradients of a query's heads: dq = w g, dw = q . g, where g = sum_j differences_j [product > 0]
+// k_j are accumulators [64 heads, 128]. `rows`: number of heads.
 __device__ __forceinline__ void dsa_query_results(const float* g, const void* q_, void* dq_,
                                                   float* dw, int weights, int rows, int thread) {
   const unsigned* q = static_cast<const unsigned*>(q_);

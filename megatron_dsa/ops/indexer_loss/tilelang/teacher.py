@@ -22,7 +22,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
 SOURCE = (
     head_sums.SOURCE
     + r"""
-// How many heads to add up: none where no query of the tile sees a key of it. All threads call it.
+// Sets `heads` to 0 if no key of the tile is visible. All threads must call it.
 __device__ __forceinline__ void dsa_heads_to_add(int* heads, const int* start, const int* end,
                                                  int row, int rows, int key, int keys) {
   row += threadIdx.x % 128;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void dsa_heads_to_add(int* heads, const int* start, c
   }
   if (!__syncthreads_or(seen)) *heads = 0;
 }
-// Writes row R of the thread, whose columns it sees from `from` up to `to`; adds it if `add`.
+// Writes (or adds, if `add`) row R of the thread; columns outside [from, to) become 0.
 template <int N, int R>
 __device__ __forceinline__ void dsa_write_row(float* row, const float* sums, int from, int to,
                                               bool add) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void dsa_write_row(float* row, const float* sums, int
   for (int n = 0; n < N; n++) {
     const int column = 8 * n + threadIdx.x % 4 * 2;
     float2* place = reinterpret_cast<float2*>(row + column);
-    // Selected, not multiplied: what is not seen may hold NaN.
+    // Select instead of multiplying: hidden columns may be NaN.
     float2 value = {column >= from && column < to ? sums[4 * n + 2 * R] : 0.f,
                     column + 1 >= from && column + 1 < to ? sums[4 * n + 2 * R + 1] : 0.f};
     if (add) value = {value.x + place->x, value.y + place->y};

@@ -197,7 +197,7 @@ class TritonTiles:
         )  # fmt: skip
 
     def _key_parts(self, keys: TeacherKeys, heads: int):
-        """Yield groups of heads, their own and shared key dims, and strides.
+        """Yield groups of heads, their key dims, shared key dims, and strides.
 
         ``k [w, h or 1, K_DIM]``; ``shared [w, DIM - K_DIM]`` is ``k`` without shared dims.
         """

@@ -8,7 +8,7 @@ three times.
 BINS = 1024
 
 SOURCE = r"""
-// What a thread block holds in shared memory to select up to TOPK.
+// Shared memory of a thread block that selects up to TOPK.
 template <int THREADS_, int CAPACITY_, int TOPK>
 struct dsa_candidates {
   static constexpr int THREADS = THREADS_, CAPACITY = CAPACITY_, WARPS = THREADS / 32;
@@ -17,26 +17,26 @@ struct dsa_candidates {
   int columns[CAPACITY];
   union {
     int bins[DSA_BINS + THREADS];  // see bin()
-    unsigned short places[TOPK];   // of the best candidates
+    unsigned short places[TOPK];   // slots of the best candidates
   };
   unsigned extremes[2][WARPS];
   int sums[WARPS];
   int found[3];
-  unsigned char fresh[2][32];  // candidates among what a warp reads at once
-  // A thread sums EACH adjacent bins; a word after them keeps threads off each other's banks.
+  unsigned char fresh[2][32];  // candidates per read of a warp
+  // A thread sums EACH adjacent bins; a spare word after them avoids bank conflicts.
   static __device__ __forceinline__ int bin(int i) { return i + i / EACH; }
 };
-// The best are the keys above `bound` and the first `equal` of those that are equal to it.
+// The best are the keys above `bound` and the first `equal` keys equal to it.
 struct dsa_best {
   unsigned bound;
   int equal;
 };
-// The `k` best of the first `count` keys, 1 <= k <= count. Keys are above 0.
+// Finds the `k` best of the first `count` keys, 1 <= k <= count. Keys are positive.
 template <class S>
 __device__ __forceinline__ dsa_best dsa_find(S& s, int count, int k) {
   constexpr int THREADS = S::THREADS, EACH = S::EACH;
   const int thread = threadIdx.x;
-  __syncthreads();  // keys are written, and nobody reads the places any more
+  __syncthreads();  // all keys are written, and all `places` are read
   unsigned low = ~0u, high = 0;
   for (int i = thread; i < count; i += THREADS) {
     low = min(low, s.keys[i]);
@@ -64,7 +64,7 @@ __device__ __forceinline__ dsa_best dsa_find(S& s, int count, int k) {
       if (above <= range) atomicAdd(&s.bins[s.bin(above >> shift)], 1);
     }
     __syncthreads();
-    // Thread 0 has the highest bins.
+    // Thread 0 sums the highest bins.
     const int first = DSA_BINS - EACH - thread * EACH;
     int counts[EACH], sum = 0;
 #pragma unroll
@@ -92,13 +92,13 @@ __device__ __forceinline__ dsa_best dsa_find(S& s, int count, int k) {
     high = low + min(high - low, (1u << shift) - 1);
   }
 }
-// Writes the places of the best of the first `count` candidates, in order.
+// Writes the slots of the best of the first `count` candidates, in order.
 template <class S>
 __device__ __forceinline__ void dsa_place(S& s, int count, dsa_best best) {
-  // An odd number of adjacent candidates each: no bank conflicts.
+  // An odd number of candidates per thread avoids bank conflicts.
   const int each = (count + S::THREADS - 1) / S::THREADS | 1;
   const int from = min((int)threadIdx.x * each, count), to = min(from + each, count);
-  int mine = 0;  // above the bound, and in the upper half equal to it
+  int mine = 0;  // number above the bound; upper half: equal to it
   for (int i = from; i < to; i++) {
     const unsigned key = s.keys[i];
     mine += key > best.bound ? 1 : key == best.bound ? 1 << 16 : 0;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void dsa_place(S& s, int count, dsa_best best) {
   }
   __syncthreads();
 }
-// Moves the `k` candidates that were placed to the front.
+// Moves the `k` best candidates to the front.
 template <class S>
 __device__ __forceinline__ void dsa_compact(S& s, int k) {
   constexpr int THREADS = S::THREADS, EACH = 4;

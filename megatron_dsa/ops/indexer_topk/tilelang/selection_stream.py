@@ -8,11 +8,11 @@ go to the first. If candidates are too few, scores are read again without a floo
 VECTORS = 4
 
 SOURCE = r"""
-// Keys are ordered as scores are; -0 and +0 have the same one, and no score has 0.
+// Keys have the order of scores; -0 and +0 share a key, and no score has key 0.
 __device__ __forceinline__ unsigned dsa_key(unsigned score) {
   return (int)score < 0 ? 0u - score : score | 0x80000000u;
 }
-// What a row sees: scores [first, last) after `scores`, the address of a sector of 32 bytes.
+// Visible scores of a query: [first, last) after `scores`, the address of a 32-byte sector.
 struct dsa_row {
   const uint4* scores;
   int first, last;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void dsa_read(unsigned* to, const uint4* from) {
   to[2] = four.z;
   to[3] = four.w;
 }
-// A floor that about `wanted` scores reach, from sectors in equal distances.
+// A floor that about `wanted` scores reach, from a sample of equally spaced sectors.
 template <int SECTORS, class S>
 __device__ __forceinline__ unsigned dsa_guess(S& s, dsa_row row, int wanted) {
   constexpr int THREADS = S::THREADS, SAMPLE = 8 * SECTORS * THREADS;
@@ -46,8 +46,8 @@ __device__ __forceinline__ unsigned dsa_guess(S& s, dsa_row row, int wanted) {
   const dsa_best best = dsa_find(s, SAMPLE, min(max(rank, 1), SAMPLE));
   return best.bound + (best.equal == 0);
 }
-// Adds the scores of chunks from `chunk` on that reach the floor to the `count` candidates, up to
-// the end of the row or to a chunk for which there is no room.
+// Appends scores that reach the floor to the `count` candidates, from chunk `chunk` to the last
+// visible chunk or to the first that does not fit.
 template <int VECTORS, class S>
 __device__ __forceinline__ void dsa_stream(S& s, dsa_row row, int to_column, unsigned floor,
                                            int& count, int& chunk, int chunks) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void dsa_stream(S& s, dsa_row row, int to_column, uns
         if (at < row.first || at >= row.last) keys[i] = 0;
       }
     }
-    // A byte per vector of this thread, then of the threads of its warp up to this one.
+    // One byte per vector: counts of this thread, then prefix sums over its warp.
     unsigned mine = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) mine += keys[i] >= floor ? 1u << i / 4 * 8 : 0u;
@@ -120,8 +120,8 @@ __device__ __forceinline__ void dsa_stream(S& s, dsa_row row, int to_column, uns
     count += all;
   }
 }
-// Writes columns of the `topk` best of the scores [start, end) of a row to `out`, in order, then
-// -1. A chunk must fit beside `topk` candidates. `wanted`, topk to CAPACITY: how many to aim at.
+// Writes the columns of the `topk` best of a query's scores [start, end) to `out`, in order, then
+// -1. A chunk must fit with `topk` candidates. `wanted`: candidates to aim at, topk or more.
 template <int THREADS, int CAPACITY, int SECTORS, int VECTORS, int BYTES>
 __device__ __forceinline__ void dsa_select(const float* scores, const int* start, const int* end,
                                            int* out, int topk, int wanted, void* shared) {
@@ -134,8 +134,8 @@ __device__ __forceinline__ void dsa_select(const float* scores, const int* start
     for (int i = thread; i < topk; i += THREADS) out[i] = i < seen ? begin + i : -1;
     return;
   }
-  // Sectors may begin before the first score and end after the last one, but not elsewhere than in
-  // memory of the tensor: allocations are aligned.
+  // Sectors may extend past the first and last score but stay within the tensor's memory, because
+  // allocations are aligned.
   const size_t address = reinterpret_cast<size_t>(scores + begin);
   const int first = address % 32 / 4;
   const dsa_row row = {reinterpret_cast<const uint4*>(address - 4 * first), first, first + seen};
@@ -146,10 +146,10 @@ __device__ __forceinline__ void dsa_select(const float* scores, const int* start
   for (;;) {
     dsa_stream<VECTORS>(s, row, begin - first, floor, count, chunk, chunks);
     const bool ended = chunk == chunks;
-    if (count < topk) {  // the guess was too high
+    if (count < topk) {  // the floor was too high
       floor = 1;
       count = chunk = 0;
-      __syncthreads();  // the counts of the last chunk were read
+      __syncthreads();  // all threads have read the last chunk's counts
       continue;
     }
     const dsa_best best = dsa_find(s, count, topk);

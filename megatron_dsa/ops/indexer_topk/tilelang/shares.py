@@ -1,7 +1,7 @@
 """CUDA code that divides the index scores' work among thread blocks."""
 
 SOURCE = r"""
-// Blocks of keys {first, past the last} that rows of a tile see; {0, 0} if they see none.
+// Blocks of keys {first, end} visible to queries of a tile; {0, 0} if there are none.
 template <int ROWS, int KEYS>
 __device__ __forceinline__ int2 dsa_seen(const int* start, const int* end, int tile, int rows) {
   int low = 0x7fffffff, high = 0;
@@ -15,7 +15,7 @@ __device__ __forceinline__ int2 dsa_seen(const int* start, const int* end, int t
   }
   return low < high ? make_int2(low / KEYS, (high + KEYS - 1) / KEYS) : make_int2(0, 0);
 }
-// This thread block's share of all blocks of keys: {tile, blocks of it that are others', blocks}.
+// This thread block's share of all blocks of keys: {tile, blocks to skip in it, blocks}.
 // `sums` [THREADS / 32] and `share` [3] are in shared memory.
 template <int ROWS, int KEYS, int THREADS>
 __device__ __forceinline__ void dsa_share(const int* start, const int* end, int rows, int* sums,
@@ -57,8 +57,8 @@ __device__ __forceinline__ void dsa_share(const int* start, const int* end, int 
   }
   __syncthreads();
 }
-// Blocks {first, how many} of the next tile of a share of which `left` blocks are left: all that
-// its rows see but `skip`.
+// Blocks {first, count} of a share's next tile: visible ones without `skip`, at most the share's
+// remaining `left`.
 template <int ROWS, int KEYS>
 __device__ __forceinline__ void dsa_span(int* span, const int* start, const int* end, int tile,
                                          int rows, int skip, int left) {

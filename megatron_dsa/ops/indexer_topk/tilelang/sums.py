@@ -17,8 +17,8 @@ template <int RELU>
 __device__ __forceinline__ float dsa_relu(float x, int column) {
   return RELU == 0 ? x : dsa_added<RELU>(column) ? x + fabsf(x) : fmaxf(x, 0.f);
 }
-// Weights of this thread's columns 8 j + 2 (lane % 4) + {0, 1} of an accumulator of COLUMNS rows of
-// q, the first of which is `row` of `rows`.
+// Weights of this thread's columns 8 j + 2 (lane % 4) + {0, 1} of an accumulator, for the COLUMNS
+// rows of q from `row` on.
 template <int COLUMNS, int RELU>
 __device__ __forceinline__ void dsa_weights(float* weights, const float* source, int row,
                                             int rows) {
@@ -31,8 +31,8 @@ __device__ __forceinline__ void dsa_weights(float* weights, const float* source,
     weights[2 * j + 1] = dsa_added<RELU>(1) ? 0.5f * pair.y : pair.y;
   }
 }
-// Adds over four threads and halves: `sums` [QUERIES, 2 keys] becomes that of the half that `BIT`
-// of the thread chooses, of the queries, or of the keys if there is one query.
+// Adds `sums` [QUERIES, 2 keys] of two threads; each keeps half of the queries, or of the keys if
+// there is one query, chosen by bit `BIT` of its index.
 template <int QUERIES, int BIT>
 __device__ __forceinline__ void dsa_halve(float* sums) {
   const bool upper = threadIdx.x & BIT;
@@ -43,17 +43,17 @@ __device__ __forceinline__ void dsa_halve(float* sums) {
     sums[i] = mine + __shfl_xor_sync(~0u, other, BIT);
   }
 }
-// What a thread writes: of each accumulator, OWN queries and 2 / PARTS keys, 8 apart.
+// Part of an accumulator that a thread writes: OWN queries and 2 / PARTS keys, 8 apart.
 template <int HEADS, int COLUMNS, bool ENGINE>
 struct dsa_part {
   static constexpr int QUERIES = COLUMNS / HEADS, OWN = QUERIES < 4 ? 1 : QUERIES / 4;
   static constexpr int PARTS = QUERIES < 4 ? 2 : 1;
-  // Which of four threads; its higher bit chose first.
+  // Index among four threads; the higher bit selects first in dsa_halve.
   static __device__ __forceinline__ int quad() {
     const int quad = threadIdx.x % 4;
     return ENGINE ? quad % 2 * 2 + quad / 2 : quad;
   }
-  // The first of these queries, and of these keys of a block.
+  // First query and first key of this part.
   static __device__ __forceinline__ int query() {
     return QUERIES < 4 ? quad() / 2 : quad() * OWN;
   }
@@ -62,11 +62,11 @@ struct dsa_part {
     return PARTS == 2 ? key + quad() % 2 * 8 : key;
   }
 };
-// Kept in a register over a loop, not computed again in it.
+// Keeps a value in a register; otherwise the loop would recompute it.
 __device__ __forceinline__ void dsa_keep_value(int& value) { asm volatile("" : "+r"(value)); }
 __device__ __forceinline__ void dsa_keep_value(int64_t& value) { asm volatile("" : "+l"(value)); }
-// Where this thread writes the first block's scores, and which blocks its rows see: those that
-// begin in [first, past the last), which is not above 0 for a row that does not exist.
+// Addresses of the first block's scores, and ranges of visible columns relative to this thread's
+// key; the range is empty for queries past the end.
 template <int HEADS, int COLUMNS, bool ENGINE>
 __device__ __forceinline__ void dsa_rows(int64_t* target, int* seen, float* scores, int64_t stride,
                                          const int* start, const int* end, int query, int rows) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void dsa_rows(int64_t* target, int* seen, float* scor
     dsa_keep_value(seen[2 * i + 1]);
   }
 }
-// Scales of the keys that this thread writes.
+// Scales of this thread's keys.
 template <int HEADS, int COLUMNS, bool ENGINE>
 __device__ __forceinline__ void dsa_scales(float* scales, const float* source, int first,
                                            int keys) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void dsa_scales(float* scales, const float* source, i
   for (int i = 0; i < 2 / part::PARTS; i++)
     scales[i] = __ldg(source + min(first + part::key() + 8 * i, keys - 1));
 }
-// A branch here would make ptxas wait for the products that are under way.
+// A branch would make ptxas wait for products in flight.
 __device__ __forceinline__ void dsa_store(int64_t target, float score, bool wanted) {
   asm volatile(
     "{\n"
@@ -101,13 +101,13 @@ __device__ __forceinline__ void dsa_store(int64_t target, float score, bool want
     "@wanted st.global.f32 [%0], %1;\n"
     "}" :: "l"(target), "f"(score), "r"((int)wanted) : "memory");
 }
-// Weighted sums of an accumulator [64 keys, COLUMNS rows of q], written to columns from `first` on
-// where they are seen.
+// Writes the weighted sums of an accumulator [64 keys, COLUMNS rows of q] to visible columns from
+// `first` on.
 template <int HEADS, int COLUMNS, bool ENGINE, int RELU, bool SCALED>
 __device__ __forceinline__ void dsa_write(float* acc, const float* weights, const float* scales,
                                           const int64_t* target, const int* seen, int first) {
   using part = dsa_part<HEADS, COLUMNS, ENGINE>;
-  // Nothing of what follows may move up to where the product is still under way.
+  // Keep the sums after the wait for the product.
 #pragma unroll
   for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
   float sums[2 * part::QUERIES];
@@ -122,7 +122,7 @@ __device__ __forceinline__ void dsa_write(float* acc, const float* weights, cons
       for (int c = 0; c < 2; c++) {
         const float low_relu = dsa_relu<RELU>(acc[4 * i + c], c);
         const float high_relu = dsa_relu<RELU>(acc[4 * i + 2 + c], c);
-        if (ENGINE) {  // not left to the compiler, which may contract a product and a sum
+        if (ENGINE) {  // explicit, because the compiler may contract a product and a sum
           float& one = c ? odd_low : low;
           float& other = c ? odd_high : high;
           one = __fmaf_rn(weights[2 * i + c], low_relu, one);

@@ -9,13 +9,13 @@ from megatron_dsa.ops.hopper.cuda import ADDRESSES
 SOURCE = (
     ADDRESSES
     + r"""
-// Two neighbours in shared memory.
+// Reads two adjacent floats of shared memory.
 __device__ __forceinline__ float2 dsa_two(int address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
   return x;
 }
-// P = exp2(S * scale - lse) where a row is selected, else 0, in place.
+// P = exp2(S * scale - lse) of selected queries, else 0, in place.
 template <int N>
 __device__ __forceinline__ void dsa_probabilities(float* s, int lse, unsigned upper, unsigned lower,
                                                   float scale) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void dsa_probabilities(float* s, int lse, unsigned up
     }
   }
 }
-// dS = P * (dP - delta) in dP's place, of P in bf16.
+// dS = P * (dP - delta), overwriting dP, with P in bf16.
 template <int N>
 __device__ __forceinline__ void dsa_score_gradient(const void* bf16, float* dp, int delta) {
   delta += threadIdx.x % 4 * 8;
@@ -48,8 +48,8 @@ __device__ __forceinline__ void dsa_score_gradient(const void* bf16, float* dp, 
     }
   }
 }
-// Adds 8 N columns of two rows, as far as these exist (`left` rows from `target` on), to a sum
-// whose 16 columns come in the order of a fragment.
+// Adds 8 N columns of two rows to a sum in fragment order (of 16 columns); skips rows from `left`
+// on, counted from `target`.
 template <int N>
 __device__ __forceinline__ void dsa_add(float* target, const float* x, int64_t stride, int left) {
 #pragma unroll
@@ -71,7 +71,7 @@ __device__ __forceinline__ void dsa_times(float* x, float factor) {
 #pragma unroll
   for (int i = 0; i < 4 * N; i++) x[i] *= factor;
 }
-// A warpgroup's turn to add to a tile of queries: `turn` counts who has been there.
+// Waits for a warpgroup's turn to add to a tile of queries; `turn` counts finished warpgroups.
 __device__ __forceinline__ void dsa_wait_turn(const int* turn, int own, int barrier) {
   if (threadIdx.x % 128 == 0) {
     int now;
@@ -92,8 +92,8 @@ __device__ __forceinline__ void dsa_end_turn(int* turn, int barrier) {
 )
 
 COMPUTED = r"""
-// Arrives at a barrier that is never waited for, when P is there (it has no sign): ptxas would form
-// P only after the next wait for a product.
+// Arrives at an unused barrier, dependent on P (never negative): otherwise ptxas would delay P
+// until after the next wait for a product.
 template <int N>
 __device__ __forceinline__ void dsa_computed(int barrier, const float* p) {
   unsigned bits = 0;

@@ -21,15 +21,15 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
 SOURCE = (
     head_sums.SOURCE
     + r"""
-// Writes the sums of the keys that row R of the thread selects, behind those of the `before` keys
-// that it selects of earlier groups. `bits`: the four words of the row, in the order of key bits.
-// With more than `width` keys the launch ends with an error.
+// Writes the sums of the keys that row R of the thread selects, after the `before` selected keys of
+// earlier groups. `bits`: four words of the row, in the order of key bits. Traps with more than
+// `width` keys.
 template <int R>
 __device__ __forceinline__ void dsa_write_sums(float* row, int width, const float* sums,
                                                const void* bits, int before) {
   const uint4 four = *static_cast<const uint4*>(bits);
   const unsigned words[4] = {four.x, four.y, four.z, four.w};
-  // Not an assert: that is a call, and ptxas would serialise the products.
+  // An assert is a call, for which ptxas would serialise the products.
   if (before + __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w) > width)
     asm volatile("trap;");
   const int lane = threadIdx.x % 4;

@@ -5,7 +5,7 @@ from megatron_dsa.ops.hopper.cuda import ADDRESSES
 SOURCE = (
     ADDRESSES
     + r"""
-// Scores of keys that a row does not select become -inf.
+// Sets scores of unselected keys to -inf.
 template <int N>
 __device__ __forceinline__ void dsa_select(float* score, unsigned upper, unsigned lower) {
   if ((upper & lower) == (N == 16 ? ~0u : (1u << 2 * N) - 1)) return;
@@ -15,12 +15,12 @@ __device__ __forceinline__ void dsa_select(float* score, unsigned upper, unsigne
     if (!(word & 1u << (i / 4 * 2 + i % 2))) score[i] = -INFINITY;
   }
 }
-// P = exp2(score * scale - top) in place. Sums of P are those of this thread's columns; they lose
-// `decay` where `top` rises.
+// P = exp2(score * scale - top) in place. Sums of P cover this thread's columns and are multiplied
+// by `decay` where `top` rises.
 template <int N>
 __device__ __forceinline__ void dsa_softmax(float* score, float* top, float* total, float* decay,
                                             float scale) {
-  // Several chains of each row: one would have the latency of all its columns.
+  // Several chains per row hide the latency of dependent operations.
   float part[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) part[i] = score[i];
@@ -32,7 +32,7 @@ __device__ __forceinline__ void dsa_softmax(float* score, float* top, float* tot
     float peak = fmaxf(fmaxf(a[0], a[1]), fmaxf(b[0], b[1]));
     peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
     peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2)) * scale;
-    // P may be up to 2^8, so that sums are rescaled seldom.
+    // P up to 2^8 is allowed, so that sums are rarely rescaled.
     const float raised = peak > top[r] + 8 ? peak : top[r];
     decay[r] = exp2f(top[r] - raised);
     top[r] = raised;
@@ -55,13 +55,13 @@ template <int N>
 __device__ __forceinline__ void dsa_rescale(float* x, const float* factor) {
   if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) dsa_scale<N>(x, factor);
 }
-// Arrives at a barrier, for which nobody waits, when the sums of P are there (they have no sign):
-// ptxas would form P only after the next wait for a product.
+// Arrives at an unused barrier, dependent on the sums of P (never negative): otherwise ptxas would
+// delay P until after the next wait for a product.
 __device__ __forceinline__ void dsa_computed(int barrier, const float* total) {
   const unsigned sign = (__float_as_uint(total[0]) | __float_as_uint(total[1])) >> 31;
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier + sign) : "memory");
 }
-// Adds up the sums of the four threads of a row; factor: one over it, 0 for a row without keys.
+// Adds the sums of a row's four threads; factor: the inverse, 0 for a row without keys.
 __device__ __forceinline__ void dsa_finish(float* total, float* factor) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {

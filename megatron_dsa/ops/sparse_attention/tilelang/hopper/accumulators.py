@@ -16,7 +16,7 @@ SOURCE = (
 #define DSA_P_UNITS {1 / P_UNIT:.1f}f
 """
     + r"""
-// A quarter of the sum of products of row `row` of two matrices of COLUMNS bf16.
+// A quarter of the dot product of row `row` of two matrices of COLUMNS bf16.
 template <int COLUMNS>
 __device__ __forceinline__ float dsa_row_product(const void* a, const void* b, int row,
                                                  int quarter) {
@@ -42,13 +42,13 @@ __device__ __forceinline__ float dsa_row_product(const void* a, const void* b, i
   }
   return sum;
 }
-// Halves (32 rows each) of a tile [64 keys, 64 rows] bf16 with 128-byte swizzle, to and from the
-// accumulators of a warpgroup. `place`: dsa_place of the tile, where this thread's row begins.
+// Load and store halves (32 rows) of a tile [64 keys, 64 rows] bf16 with 128-byte swizzle as
+// accumulators of a warpgroup. `place`: address of this thread's row, from dsa_place.
 __device__ __forceinline__ int dsa_place(int tile, int thread) {
   const int lane = thread % 32, key = thread / 32 * 16 + lane % 16;
   return tile + key * 128 + ((lane / 16 ^ key % 8) << 4);
 }
-// Kept in a register over a loop, sums with an address cost registers that are not there.
+// Hides the address from ptxas, which would hold sums with it in registers over a loop.
 __device__ __forceinline__ int dsa_laundered(int address) {
   asm volatile("" : "+r"(address));
   return address;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void dsa_store_half(const float* acc, int place) {
          "r"(pairs[3]) : "memory");
   }
 }
-// The same for P in fp16, in its units.
+// The same for P in fp16, in units of P_UNIT.
 template <int HALF>
 __device__ __forceinline__ void dsa_store_p(const float* acc, int place) {
 #pragma unroll
@@ -83,9 +83,9 @@ __device__ __forceinline__ void dsa_store_p(const float* acc, int place) {
          "r"(pairs[3]) : "memory");
   }
 }
-// P = exp2(S factor - lse) of half the rows; `lse` of this thread's 16 rows. Entries that select
-// nothing have zeros as key, so any finite P will do: their dS meets that zero key in dQ, and no
-// row of dKV. (A score that is NaN gives a finite P, too; dP makes its gradients NaN.)
+// P = exp2(S factor - lse) of half the rows; `lse` of this thread's 16 rows. Invalid entries have
+// zero keys, so any finite P is harmless: dQ adds zeros, and dKV skips them. (NaN scores also give
+// a finite P; dP makes their gradients NaN.)
 template <int HALF>
 __device__ __forceinline__ void dsa_probabilities(float* acc, const float* lse, float factor) {
 #pragma unroll
@@ -94,7 +94,7 @@ __device__ __forceinline__ void dsa_probabilities(float* acc, const float* lse, 
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(acc[i]));
   }
 }
-// acc = acc scale - delta; `delta` in shared memory, times that scale, of this thread's first row.
+// acc = acc scale - delta; `delta`: shared-memory address of this thread's first row, scaled.
 __device__ __forceinline__ void dsa_less_delta(float* acc, int delta, float scale) {
   delta = dsa_laundered(delta);
 #pragma unroll
@@ -107,7 +107,7 @@ __device__ __forceinline__ void dsa_less_delta(float* acc, int delta, float scal
     acc[4 * j + 3] = acc[4 * j + 3] * scale - y;
   }
 }
-// Stores acc * P. `place`: dsa_place in the tile of dS, where dsa_store_p has stored P.
+// Stores acc * P. `place`: dsa_place in the tile of dS, which holds P.
 template <int HALF>
 __device__ __forceinline__ void dsa_times_p(float* acc, int place) {
 #pragma unroll

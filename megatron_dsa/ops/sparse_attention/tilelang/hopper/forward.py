@@ -48,8 +48,8 @@ PAIR = 2 * TILE
 SOURCE = (
     NO_HOISTING
     + r"""
-// -inf where a score is not selected: bit c of a row's 64 is about its column c. `first` has those
-// of this thread's row among the first eight rows of its warp, `second` among the second eight.
+// Sets unselected scores to -inf; bit c of a row is its column c. `first` and `second` are the bits
+// of this thread's rows among the first and second eight rows of its warp.
 __device__ __forceinline__ void dsa_select(float* score, const void* first, const void* second) {
   const uint2 upper = *static_cast<const uint2*>(first);
   const uint2 lower = *static_cast<const uint2*>(second);

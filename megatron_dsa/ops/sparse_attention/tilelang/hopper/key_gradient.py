@@ -30,8 +30,8 @@ TILE_BYTES = 2 * TILE * TILE * 2
 TRANSPOSED = {"transpose_A": True, "transpose_B": True}
 
 SOURCE = r"""
-// One thread: a block of P and dS to shared memory, announced to and counted at a barrier. Nobody
-// reads it again from L2, which the gradients need.
+// One thread copies a block of P and dS to shared memory, counted at a barrier. Evict it first from
+// L2: it is read once, and the gradients need the space.
 __device__ __forceinline__ void dsa_bring(int here, const void* source, int list, int blocks,
                                           int block, int bytes, int barrier) {
   const char* from =
@@ -46,7 +46,7 @@ __device__ __forceinline__ void dsa_bring(int here, const void* source, int list
     "}" :: "r"(here), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// The 16 keys of this thread's accumulators: 8 j + 2 (lane % 4) + {0, 1} of a block's 64.
+// Keys of this thread's accumulators: 8 j + 2 (lane % 4) + {0, 1} of a block's 64.
 __device__ __forceinline__ void dsa_read_ids(int* ids, int here) {
 #pragma unroll
   for (int j = 0; j < 8; j++)
@@ -54,13 +54,13 @@ __device__ __forceinline__ void dsa_read_ids(int* ids, int here) {
       : "=r"(ids[2 * j]), "=r"(ids[2 * j + 1]) : "r"(here + j * 32) : "memory");
 }
 
-// Where this thread adds to row 0: to M accumulators of 64 columns each, from `column` on.
+// Address of this thread's columns of key 0, for M accumulators of 64 columns from `column` on.
 template <int M, typename Number>
 __device__ __forceinline__ long long dsa_target(Number* base, int column, int thread) {
   const int warp = thread / 32, line = thread % 32 / 4, next = sizeof(Number) == 4 ? 2 * M : 1;
   return reinterpret_cast<long long>(base + column + warp * (8 * max(2, next)) + line * next);
 }
-// Adds a number to a row in 64-bit integers: `units` (a power of two) of them are one.
+// Adds a value to a key in 64-bit fixed point; `units`, a power of two, is the scale.
 template <int COLUMN>
 __device__ __forceinline__ void dsa_add_integer(long long row, int id, float value, float units) {
   asm volatile(
@@ -72,8 +72,8 @@ __device__ __forceinline__ void dsa_add_integer(long long row, int id, float val
     "@selected red.global.add.u64 [%0 + %3], fixed;\n"
     "}" :: "l"(row), "r"(id), "f"(value * units), "n"(COLUMN * 8) : "memory");
 }
-// Adds M accumulators [64 columns, KEYS] of a warpgroup, those of part `part` of a block, to rows
-// of STRIDE bytes, FIRST columns past `base`: 2 M columns of each key, in fp32 as one vector.
+// Adds a warpgroup's M accumulators [64 columns, KEYS], part `part` of a block, to keys of STRIDE
+// bytes, FIRST columns past `base`: 2 M columns of each key, in fp32 as one vector.
 template <bool FIXED, int M, int KEYS, int FIRST, int STRIDE>
 __device__ __forceinline__ void dsa_add_keys(const float* acc, const int* ids, long long base,
                                              int part, float units) {

@@ -33,7 +33,7 @@ REGISTERS = {576: (208, 232, 64), 512: (208, 224, 72)}
 BYTES = TILE * TILE * 2
 
 SOURCE = r"""
-// One thread starts a copy of a tile to global memory, where it is read once, much later.
+// One thread starts a copy of a tile to global memory, evicted first: it is read once, much later.
 __device__ __forceinline__ void dsa_store_tile(long long target, int tile, int bytes) {
   asm volatile(
     "{\n"
@@ -43,7 +43,7 @@ __device__ __forceinline__ void dsa_store_tile(long long target, int tile, int b
     "cp.async.bulk.commit_group;\n"
     "}" :: "l"(target), "r"(tile), "r"(bytes) : "memory");
 }
-// This thread's copies have read their tile, or are complete.
+// Waits until this thread's copies have read their tile, or are complete.
 __device__ __forceinline__ void dsa_tile_is_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }

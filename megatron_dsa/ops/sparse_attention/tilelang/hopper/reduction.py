@@ -7,7 +7,7 @@ threads]``, so that four threads add to neighbours.
 """
 
 SOURCE = r"""
-// Where this thread adds to a row; 0 where the row is no key.
+// Address of this thread's columns of a key; 0 for an invalid key.
 template <typename Number>
 __device__ __forceinline__ long long dsa_row(Number* base, int row, int stride, int column) {
   return row < 0 ? 0ll : reinterpret_cast<long long>(base + (long long)row * stride + column);
@@ -23,8 +23,8 @@ __device__ __forceinline__ void dsa_add(long long row, float x, float y, float z
     "}" :: "l"(row), "f"(x), "f"(y), "f"(z), "f"(w), "n"(FIRST * 4) : "memory");
 }
 
-// Adds an accumulator [64, COLUMNS] of one warpgroup to columns FIRST... of the rows that its
-// threads hold: `upper` in the first, `lower` in the second eight rows of each warp.
+// Adds a warpgroup's accumulator [64 keys, COLUMNS] to the keys' columns from FIRST on; `upper` and
+// `lower` are addresses for the first and second eight rows of each warp.
 template <int COLUMNS, int FIRST>
 __device__ __forceinline__ void dsa_add_rows(const float* acc, long long upper, long long lower) {
   dsa_add<FIRST>(upper, acc[0], acc[1], acc[4], acc[5]);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void dsa_add_fixed(long long row, float value, float 
     "}" :: "l"(row), "f"(value * units), "n"(COLUMN * 8) : "memory");
 }
 
-// The same in 64-bit integers: `units` (a power of two) of them are one.
+// The same in 64-bit fixed point; `units`, a power of two, is the scale.
 template <int COLUMNS, int FIRST>
 __device__ __forceinline__ void dsa_add_fixed_rows(const float* acc, long long upper,
                                                    long long lower, float units) {
@@ -60,9 +60,9 @@ __device__ __forceinline__ void dsa_add_fixed_rows(const float* acc, long long u
     dsa_add_fixed_rows<COLUMNS - 16, FIRST + 16>(acc + 8, upper, lower, units);
 }
 
-// Sums of P over the heads of each query of a tile. `p`: accumulator [64 keys, 64 rows of queries]
-// of one warpgroup, HEADS rows per query; `sums`: [GROUP, width], for the next `keys` keys. SHARED:
-// other thread blocks have more heads of the same query.
+// Sums P over the heads of each query of a tile. `p`: a warpgroup's accumulator [64 keys, 64 query
+// heads], HEADS per query; `sums`: [GROUP, width], for the next `keys` keys. SHARED: other thread
+// blocks add further heads of the same query.
 template <int HEADS, int GROUP, bool SHARED>
 __device__ __forceinline__ void dsa_head_sums(const float* p, float* sums, int width, int keys,
                                               int thread) {

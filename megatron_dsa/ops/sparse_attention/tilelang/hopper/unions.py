@@ -17,9 +17,9 @@ RANGE = 65536
 THREADS = 256
 
 SOURCE = r"""
-// indices, length, places: of the group's `queries` queries; ids, members: the group's list,
-// `capacity` long. In shared memory, words: marks, GROUP * RANGE / 32; before, RANGE / 32; small,
-// for sums and the counter of repeated keys. places and before are used with PLACES only.
+// indices, length, places (slots): of the group's `queries` queries; ids, members: the group's list
+// of `capacity` entries. Words in shared memory: marks, GROUP * RANGE / 32; before, RANGE / 32;
+// small, sums and the counter of repeated keys. Only PLACES uses places and before.
 template <int GROUP, int RANGE, bool PLACES>
 __device__ __forceinline__ void dsa_union(const int* indices, const int* length, int queries,
                                           int width, int keys, int* ids, unsigned char* members,
@@ -92,7 +92,7 @@ __device__ __forceinline__ void dsa_union(const int* indices, const int* length,
     }
     __syncthreads();
   }
-  // The repeated keys follow, moved forward from the end of the list.
+  // Move repeated keys forward from the end of the list.
   const int again = *repeated;
   for (int i = 0; i < again; i += threads) {
     int id = 0, member = 0;

@@ -27,7 +27,7 @@ FULL_ROW, FULL_COL = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 CHUNK = 128
 
 SOURCE = r"""
-// A number in integers, of which `units` (a power of two) are one.
+// Fixed-point value; `units`, a power of two, is the scale.
 __device__ __forceinline__ long long dsa_fixed(float value, float units) {
   return __float2ll_rn(value * units);
 }
