@@ -46,7 +46,7 @@ RULES = {
 }  # fmt: skip
 #: Breaches that a folder may have; lower the number when a change removes some.
 BUDGETS = {
-    "megatron_dsa": 1, "megatron_dsa/ops": 10, "megatron_dsa/layers": 0, "megatron_dsa/extras": 1,
+    "megatron_dsa": 1, "megatron_dsa/ops": 2, "megatron_dsa/layers": 0, "megatron_dsa/extras": 1,
     "docs": 1, "tests": 23, "benchmarks": 16, "examples": 0,
 }  # fmt: skip
 

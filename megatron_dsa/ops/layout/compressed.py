@@ -42,8 +42,8 @@ class CompressedKeys:
         layout: visibility of compressed slots.
         groups: local groups, as indices of the microbatch or of the extended tokens of ``halo``.
         halo: other ranks' tokens in local groups; ``None`` if one rank holds all tokens.
-        rows: int64 ``[count]``, slot -> index in the compressed keys of all ranks, past the end for
-            empty slots; ``None`` on one rank.
+        key_indices: int64 ``[count]``, slot -> index in the compressed keys of all ranks, past the
+            end for empty slots; ``None`` on one rank.
     """
 
     ratio: int

@@ -20,7 +20,7 @@ class KeyGradientAccumulator:
     :meth:`add`.
 
     Args:
-        rows: number of query tokens times heads in all calls.
+        query_heads: number of query tokens times heads in all calls.
         bounds: returns upper bounds (fp32 scalars) of ``|q|`` and ``|dout|`` in all calls, for
             fixed-point sums.
     """

@@ -25,7 +25,7 @@ def to_callers_lists(
     Args:
         out: fp32 ``[Sq, K]``, contiguous.
         sums: fp32 ``[at least Sq, W]``, contiguous, in the kernel's order.
-        places: int32 ``[Sq, K]``: index of each valid entry in ``sums``; ``None``: same order.
+        slots: int32 ``[Sq, K]``: index of each valid entry in ``sums``; ``None``: same order.
     """
     queries, width = indices.shape
     if out.is_meta:
