@@ -14,7 +14,8 @@ from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.huggingface.files import read_json
 from megatron_dsa.extras.huggingface.keys import SIZE, check_keys, check_values, refuse, required
-from megatron_dsa.extras.huggingface.models import FEATURE_FIELDS, HASH_LAYERS, MODELS
+from megatron_dsa.extras.huggingface.model_v4 import FEATURE_FIELDS, HASH_LAYERS
+from megatron_dsa.extras.huggingface.models import MODELS
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION, Names
 from megatron_dsa.extras.huggingface.pairs import resolved
 from megatron_dsa.extras.huggingface.quantised import Quantisation

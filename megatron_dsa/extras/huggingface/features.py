@@ -9,7 +9,7 @@ import torch
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.config_json import HFModel, model_features
 from megatron_dsa.extras.huggingface.files import CheckpointReader
-from megatron_dsa.extras.huggingface.models import HASH_LAYERS
+from megatron_dsa.extras.huggingface.model_v4 import HASH_LAYERS
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION
 
 

@@ -13,7 +13,7 @@ from megatron_dsa.extras.huggingface.features import (
     check_prediction,
     described_features,
 )
-from megatron_dsa.extras.huggingface.models import FEATURE_FIELDS
+from megatron_dsa.extras.huggingface.model_v4 import FEATURE_FIELDS
 from megatron_dsa.extras.huggingface.names import PREDICTION
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_dsa.config.model import computes_topk
 from megatron_dsa.extras.huggingface.keys import Model, refuse, shown
-from megatron_dsa.extras.huggingface.models import layer_ratios
+from megatron_dsa.extras.huggingface.model_v4 import layer_ratios
 
 #: Rope base that transformers uses by default.
 _DEFAULT_THETA = 10_000.0

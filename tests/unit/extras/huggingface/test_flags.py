@@ -7,7 +7,7 @@ import pytest
 from megatron_dsa.extras.cli import main
 from megatron_dsa.extras.huggingface.convert import export_model, import_model
 from megatron_dsa.extras.huggingface.flags import flags_of
-from megatron_dsa.extras.huggingface.models import HASH_LAYERS
+from megatron_dsa.extras.huggingface.model_v4 import HASH_LAYERS
 from tests.helpers import relative_error
 from tests.host import parsed
 from tests.tiny_models import YARN, logits_of, tiny_config, tiny_model, tiny_v4, tokens
