@@ -6,6 +6,7 @@ import torch
 
 from megatron_dsa.ops.dense_attention.flash_shapes import Lengths, common_reason
 from megatron_dsa.ops.dispatch import OpCall, Reason, deterministic_mode
+from megatron_dsa.ops.dispatch.packages import BROKEN, import_error
 from megatron_dsa.versions import installed_version, parse_version
 
 #: flash-attn 2.7 split ``window_size`` into two arguments.
@@ -28,6 +29,8 @@ def reason(call: OpCall) -> Reason | None:
     found = installed_version("flash-attn")
     if found is None or parse_version(found) < parse_version(_MINIMUM):
         return Reason(f"too old: flash-attn {found} found", f", >= {_MINIMUM} needed")
+    if torch.cuda.is_available() and (error := import_error("flash_attn")) is not None:
+        return Reason(f"{BROKEN}: flash_attn cannot be imported", f" ({error}); reinstall it")
     return None
 
 

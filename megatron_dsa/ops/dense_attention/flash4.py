@@ -11,7 +11,7 @@ import torch
 
 from megatron_dsa.ops.dense_attention.flash_shapes import Lengths
 from megatron_dsa.ops.dispatch import deterministic_mode
-from megatron_dsa.ops.dispatch.packages import FLASH_ATTENTION_4
+from megatron_dsa.ops.dispatch.packages import BROKEN, FLASH_ATTENTION_4, import_error
 from megatron_dsa.ops.dispatch.support import OpCall
 
 _INTERFACE = "flash_attn.cute.interface"
@@ -35,12 +35,9 @@ def reason(_call: OpCall) -> str | None:
 
 @cache
 def _import_problem() -> str | None:
-    try:
-        interface = importlib.import_module(_INTERFACE)
-    # The import runs kernel compilers, which raise errors of any kind.
-    except Exception as error:
-        first_line = next(iter(str(error).splitlines()), "")
-        return f"broken: {_INTERFACE} cannot be imported: {type(error).__name__}: {first_line}"
+    if (error := import_error(_INTERFACE)) is not None:
+        return f"{BROKEN}: {_INTERFACE} cannot be imported ({error})"
+    interface = importlib.import_module(_INTERFACE)
     for name, arguments in _CALLED.items():
         function = getattr(interface, name, None)
         if function is None:

@@ -103,10 +103,11 @@ class Package:
 
 @functools.cache
 def import_error(module: str) -> str | None:
+    """Import a module; return type and first line of the error, of any kind."""
     try:
         importlib.import_module(module)
-    except Exception as error:  # packages raise anything
-        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     return None
 
 

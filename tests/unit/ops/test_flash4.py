@@ -17,6 +17,7 @@ from megatron_dsa.extras.info import collect_info
 from megatron_dsa.ops.dense_attention import flash4
 from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import Policy, describe_call, packages, report, reset_report
+from megatron_dsa.ops.dispatch.packages import import_error
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.versions import is_before, module_exists, optional_version
@@ -44,6 +45,7 @@ def install(tmp_path, monkeypatch):
     def forget():
         importlib.invalidate_caches()
         flash4._import_problem.cache_clear()
+        import_error.cache_clear()
 
     def pretend(version="4.0.0b36", source=f"{FORWARD}\n{BACKWARD}", dsl="4.8.1"):
         for name, found in (("flash_attn_4", version), ("nvidia_cutlass_dsl", dsl)):
@@ -132,7 +134,7 @@ def test_a_missing_package_and_what_it_needs(install, monkeypatch):
 
 
 BROKEN = {
-    "raise ImportError('no lib\\nmore')": "broken: .* cannot be imported: ImportError: no lib$",
+    "raise ImportError('no lib\\nmore')": r"broken: .* cannot be imported \(ImportError: no lib\)$",
     FORWARD: "changed: flash_attn.cute.interface has no _flash_attn_bwd; pip install "
     "'flash-attn-4==4.0.0b36'",
     f"{FORWARD}\n{BACKWARD.replace('deterministic=False', 'det=False')}": "changed: "

@@ -10,6 +10,8 @@ import torch
 from megatron_dsa.extras import cli
 from megatron_dsa.extras.info import support_table
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dense_attention import flash2
+from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import Policy, packages
 from megatron_dsa.ops.dispatch.operation import forget_choices
 from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA
@@ -124,14 +126,27 @@ def test_missing_unknown_and_wrong_gpu(install, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("error", ["ImportError('undefined symbol: x')", "OSError('no libz3')"])
-def test_a_package_that_does_not_import_is_left_out(error, tmp_path, monkeypatch, caplog):
-    """As kernels that were built for another torch; the log names the error."""
-    (tmp_path / "flash_mla.py").write_text(f"raise {error}")
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """Install modules with these sources, on a machine with a GPU."""
+
+    def write(**sources):
+        for name, source in sources.items():
+            (tmp_path / f"{name}.py").write_text(source)
+
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     packages.import_error.cache_clear()
     forget_choices()
+    yield write
+    packages.import_error.cache_clear()
+    forget_choices()
+
+
+@pytest.mark.parametrize("error", ["ImportError('undefined symbol: x')", "OSError('no libz3')"])
+def test_a_package_that_does_not_import_is_left_out(error, broken, caplog):
+    """As kernels that were built for another torch; the log names the error."""
+    broken(flash_mla=f"raise {error}")
     kind, text = error[:-2].split("('")
     flashmla = next(c for c in FORWARD.candidates if c.name == "flashmla")
     assert flashmla.reason(op_call()) == (
@@ -140,8 +155,16 @@ def test_a_package_that_does_not_import_is_left_out(error, tmp_path, monkeypatch
     choice = FORWARD.choose(op_call(), Policy(workspace_bytes=2**21))
     assert choice.candidate.name != "flashmla"
     assert f"{kind}: {text}" in caplog.text
-    packages.import_error.cache_clear()
-    forget_choices()
+
+
+def test_flash_attention_2_that_does_not_import_is_left_out(broken, monkeypatch):
+    broken(flash_attn="raise ImportError('undefined symbol: x')", flash_attn_2_cuda="")
+    monkeypatch.setattr(flash2, "installed_version", lambda _name: "2.8.3")
+    (candidate,) = (c for c in DENSE_ATTENTION.candidates if c.name == "flash2")
+    call = OpCall("cuda", (9, 0), torch.bfloat16, heads=16, qk_dim=128, v_dim=128)
+    assert candidate.reason(call) == (
+        "broken: flash_attn cannot be imported (ImportError: undefined symbol: x); reinstall it"
+    )
 
 
 def test_the_table_lists_every_implementation(capsys):
