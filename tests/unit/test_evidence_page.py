@@ -1,4 +1,4 @@
-"""``docs/evidence.md``: its figures equal the CSVs of ``examples/conversion``."""
+"""``docs/evidence.md`` and the study's page: figures equal the CSVs of ``examples/conversion``."""
 
 import csv
 import dataclasses
@@ -11,11 +11,12 @@ from tests.cases.conversion import FOLDER, module
 from tests.cases.launch_scripts import EXAMPLES
 
 PAGE = EXAMPLES.parent / "docs/evidence.md"
+STUDY = EXAMPLES.parent / "docs/develop/conversion_study.md"
 
 
-def section(title):
-    """Return the text of a section of the page."""
-    return PAGE.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+def section(title, page=PAGE):
+    """Return the text of a section of a page."""
+    return page.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 #: Section of the page -> folder of its CSVs.
@@ -139,10 +140,6 @@ def percent(gap):
     return f"{100 * gap.value / gap.reference:.2f} %"
 
 
-def both_errors(gap):
-    return f"{gap.value:+.4f} ± {gap.over_documents:.4f} ± {gap.over_seeds:.4f}"
-
-
 def gaps(study, band=None, at=None):
     """Return the gaps of K/S = 1/4 and 1/8 at equal tokens, or to another step."""
     runs = ("sparse", "sparse_1024")
@@ -170,16 +167,12 @@ def grows(study):
 
 def headline(longer, shorter):
     """Yield the figures of the page's result sentences."""
-    wide, narrow = gaps(longer)
-    equal, narrow_equal = gaps(longer, at=longer.earlier)
+    wide, _ = gaps(longer)
+    equal, _ = gaps(longer, at=longer.earlier)
     yield f"trained on {dense_tokens(longer):.1f} M tokens"
     yield f"**{percent(wide)} higher** than the same model that stayed dense"
     yield f"whose {longer.end - longer.earlier} steps train the indexer"
     yield f"equal updates, the gap is {percent(equal)}"
-    yield f"{both_errors(wide)} (over documents, over seeds)"
-    yield f"at equal tokens, {both_errors(equal)} at equal updates"
-    yield f"{percent(narrow)} ({both_errors(narrow)})"
-    yield f"{percent(narrow_equal)} ({both_errors(narrow_equal)})"
     second = gaps(longer, BANDS[-1], longer.earlier)
     yield "the second half has {} (1/4) and {} (1/8)".format(*map(percent, second))
     brought = longer.gap("dense_on", longer.end, "dense_on", longer.earlier)
@@ -241,12 +234,7 @@ def test_the_page_says_what_follows_from_its_tables(studies):
 
 def test_the_page_has_the_figures_of_the_variants(studies):
     """Variants must differ from their base run as little as equal runs."""
-    study, cells, apart = studies["Variants"], 0, {}
-    for lines in tables(section("Variants")):
-        for expected, written in study.table(lines):
-            assert written == expected
-            cells += 1
-    assert cells == 6
+    study, apart = studies["Variants"], {}
     steps = (study.earlier, study.end)
     for variant in ("again", "absorbed", "fp8_scores"):
         found = [study.gap(f"sparse_{variant}", step, "sparse", step) for step in steps]
@@ -258,9 +246,6 @@ def test_the_page_has_the_figures_of_the_variants(studies):
     largest, loss = max(apart.values()), study.losses["1", "sparse", study.end]
     assert f"at most {largest:.5f} apart ({100 * largest / loss:.3f} % of the loss)" in text
     assert largest < 2 * apart["again"]
-    dense = study.losses["1", "dense", study.dense]
-    before = studies["A shorter training"].losses["1", "dense", study.dense]
-    assert f"has a loss of {dense:.4f}, not {before:.4f}" in text
 
 
 def test_the_page_has_the_figures_of_shares_of_the_queries():
@@ -272,10 +257,10 @@ def test_the_page_has_the_figures_of_shares_of_the_queries():
                 expected |= {"difference": "", "± seeds": ""}
             assert written == expected
             cells += 1
-    assert cells == 8
+    assert cells == 7
     end, text = study.end, " ".join(section("A share of the queries").split())
     kl = {run: mean_mass(study, run, "indexer KL") for run in ("sparse", "sparse_q8")}
-    assert f"its KL is {kl['sparse_q8'] / kl['sparse'] - 1:.1%} higher".replace("%", " %") in text
+    assert f"KL is {kl['sparse_q8'] / kl['sparse'] - 1:.1%} higher".replace("%", " %") in text
     warm = [numpy.mean(study.layers(f"warmup{x}", 900, "indexer KL")) for x in ("", "_q8")]
     assert f"and {warm[1] / warm[0] - 1:.1%} after".replace("%", " %") in text
     gap = study.gap("sparse_q8", end, "sparse", end)
@@ -314,7 +299,7 @@ def test_the_page_has_the_figures_of_the_csv():
             losses.setdefault(key, {})[row["seed"]] = float(row["validation_loss"])
     rows = re.findall(
         r"^\| `(\w+)` \| (\d+) \| ([\d., ]+) \| (?:`dense_on`, (\d+)[\w, ]* \| (\S+) ± (\S+))?",
-        section("The small version"), re.M,
+        section("The small version", STUDY), re.M,
     )  # fmt: skip
     assert {name for name, *_ in rows} == {name for name, _ in losses}
     assert sum(bool(against) for *_, against, _, _ in rows) >= 4

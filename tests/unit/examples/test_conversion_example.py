@@ -10,7 +10,7 @@ from tests.cases.conversion import module
 from tests.cases.launch_scripts import EXAMPLES, launch
 from tests.host import parsed, stop
 
-PAGE = EXAMPLES.parent / "docs/evidence.md"
+PAGE = EXAMPLES.parent / "docs/develop/conversion_study.md"
 
 
 @pytest.fixture(scope="module")
