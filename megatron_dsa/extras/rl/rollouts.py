@@ -1,6 +1,6 @@
 """Rollout engines' records of selections and routed experts (SGLang, vLLM).
 
-Formats: ``docs/guide/rl.md``. Engines do not record a sequence's last sampled token; no loss
+Formats: ``docs/guide/replay.md``. Engines do not record a sequence's last sampled token; no loss
 depends on its keys or experts, so functions here fill them in.
 """
 
