@@ -105,9 +105,6 @@ class OnGPU:
             of_layers = self.layers(run, step, column)
             digits = 2 if column == "recall" else 3
             return f"{numpy.mean(of_layers):.{digits}f}" if of_layers else ""
-        if column.startswith("mass, layer "):
-            found = self.layers(run, step, "mass")
-            return f"{found[int(column.split()[-1]) - 1]:.2f}" if found else ""
         if column == "K/S":
             keys = re.fullmatch(r"sparse(?:_(\d+))?(?:_\D+)?", run)
             return f"1/{8192 // int(keys[1] or 2048)}" if keys else ""
@@ -257,7 +254,7 @@ def test_the_page_has_the_figures_of_shares_of_the_queries():
                 expected |= {"difference": "", "± seeds": ""}
             assert written == expected
             cells += 1
-    assert cells == 7
+    assert cells == 8
     end, text = study.end, " ".join(section("A share of the queries").split())
     kl = {run: mean_mass(study, run, "indexer KL") for run in ("sparse", "sparse_q8")}
     assert f"KL is {kl['sparse_q8'] / kl['sparse'] - 1:.1%} higher".replace("%", " %") in text
