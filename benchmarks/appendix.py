@@ -7,7 +7,7 @@
 import statistics
 from pathlib import Path
 
-from benchmarks.rows import METRICS, latest, megatron_release, read_csv
+from benchmarks.rows import METRICS, USUAL_RELEASE, latest, megatron_release, read_csv
 
 FOLDER = Path(__file__).parent
 #: Losses of training steps are shown as so many means.
@@ -62,7 +62,7 @@ def _table(rows: list[dict]) -> list[str]:
     for row in rows:
         part = row["part"].partition("/")[2]
         release = megatron_release(row)
-        way = row["way"] if release == "0.19" else f"{row['way']}, Megatron {release}"
+        way = row["way"] if release == USUAL_RELEASE else f"{row['way']}, Megatron {release}"
         key = (*(row["case"].get(name, "") for name in varied), way, part, row["date"][:10])
         found.setdefault(key, {}).setdefault(row["metric"], []).append(row)
     head = [*varied, "way", *(["operation"] if inner else []), "date", *metrics]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from benchmarks.rows import megatron_release, read_csv
+from benchmarks.rows import USUAL_RELEASE, megatron_release, read_csv
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 #: From this day on V3.2's layers train the indexer on 1/8 of the query tokens.
@@ -43,7 +43,7 @@ class Line:
     over_case: dict = field(default_factory=dict)
     part: str = "step"
     drawn: bool = True
-    megatron: str = "0.19"
+    megatron: str = USUAL_RELEASE
 
 
 @dataclass(frozen=True)

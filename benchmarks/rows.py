@@ -6,6 +6,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+#: Release of megatron-core where none is recorded or named.
+USUAL_RELEASE = "0.19"
+
 COLUMNS = {
     "date": "when the run began, UTC",
     "gpu": "name of the GPU, or of the CPU",
@@ -110,8 +113,8 @@ def latest(rows: Iterable[dict]) -> list[dict]:
 
 
 def megatron_release(row: dict) -> str:
-    """Return ``major.minor`` of megatron-core; without its version 0.19."""
-    return ".".join(row["versions"].get("megatron_core", "0.19").split(".")[:2])
+    """Return ``major.minor`` of megatron-core."""
+    return ".".join(row["versions"].get("megatron_core", USUAL_RELEASE).split(".")[:2])
 
 
 def _measurement(row: dict) -> tuple:

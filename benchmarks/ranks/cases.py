@@ -35,8 +35,9 @@ MASKED_TP_WAYS |= {own: MASKED_TP_WAYS[way] for own, way in OWN_TEACHERS.items()
 #: Tensor-parallel way of V3.2 by torch's dense attention.
 DENSE_TP_WAYS = {"dense": {"tp_mode": "heads"}}
 #: Way -> baseline other than :data:`ONE_RANK`.
-BASES = dict.fromkeys((ONE_RANK_MASKED, "masked", *MASKED_TP_WAYS), ONE_RANK_MASKED)
-BASES |= dict.fromkeys((ONE_RANK_RECOMPUTED, "recomputed"), ONE_RANK_RECOMPUTED)
+BASES = {"masked": ONE_RANK_MASKED, "recomputed": ONE_RANK_RECOMPUTED}
+BASES |= {base: base for base in BASES.values()}
+BASES |= dict.fromkeys(MASKED_TP_WAYS, ONE_RANK_MASKED)
 BASES |= dict.fromkeys((ONE_RANK_DENSE, *DENSE_TP_WAYS), ONE_RANK_DENSE)
 DENSE_WAYS = ("ring", "gathered latents", "contiguous ring")
 
@@ -140,7 +141,7 @@ def works_of(case: Case) -> list[Work]:
         return [Work("step", way) for way in (ONE_RANK, *DENSE_WAYS)]
     found = [ONE_RANK, *(CP_WAYS if case.cp > 1 else TP_WAYS)]
     if case.ratio is None and case.cp > 1:
-        found += [ONE_RANK_MASKED, "masked", ONE_RANK_RECOMPUTED, "recomputed"]
+        found += [each for way in V3_WAYS for each in (BASES[way], way)]
     elif case.ratio is None:
         found += [ONE_RANK_MASKED, *MASKED_TP_WAYS, ONE_RANK_DENSE, *DENSE_TP_WAYS]
     return [Work("step", way) for way in found]

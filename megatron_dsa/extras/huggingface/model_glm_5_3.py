@@ -7,9 +7,9 @@ from megatron_dsa.extras.huggingface.keys import INDEXER, Fields, refuse, requir
 from megatron_dsa.extras.huggingface.model_v3 import (
     DEEPSEEK_V3,
     SHARING_KEYS,
+    check_heads,
     dsa_indexer,
     grouped_experts,
-    heads,
 )
 from megatron_dsa.extras.huggingface.model_v4 import clamp, streams
 from megatron_dsa.extras.huggingface.names import GLM_5_3
@@ -112,6 +112,6 @@ GLM_5_3_FLASH = dataclasses.replace(
         ),
         "linear_": (_KDA, *_KDA_KEYS.values()),
     },
-    converters=(heads, _clamped_experts, _kda, _pooled_indexer, _mean_of_streams),
+    converters=(check_heads, _clamped_experts, _kda, _pooled_indexer, _mean_of_streams),
     latent_norm_epsilon=None,
 )

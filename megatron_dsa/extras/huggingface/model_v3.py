@@ -32,7 +32,7 @@ _LATENT_NORM_EPSILON = 1e-6
 _MSCALES = ("mscale", "mscale_all_dim")
 
 
-def heads(config: dict) -> Fields:
+def check_heads(config: dict) -> Fields:
     heads = config["num_attention_heads"]
     key_heads = config.get("num_key_value_heads", heads)
     if key_heads != heads:
@@ -70,6 +70,7 @@ def _mscales(rope: dict, where: str) -> Fields:
 
 
 def grouped_experts(config: dict) -> Fields:
+    """Return the fields of layers with experts, routed in groups of them."""
     layers, pattern = config["num_hidden_layers"], config.get("mlp_layer_types")
     if pattern is None:
         dense = min(config.get("first_k_dense_replace") or 0, layers)
@@ -164,7 +165,7 @@ DEEPSEEK_V3 = Model(
         ("qk_head_dim", "qk_nope_head_dim + qk_rope_head_dim"),
     ),
     aliases=ALIASES,
-    converters=(heads, _mla, grouped_experts),
+    converters=(check_heads, _mla, grouped_experts),
     latent_norm_epsilon=_LATENT_NORM_EPSILON,
     remarks={
         "index_share_for_mtp_iteration": "index_share_for_mtp_iteration has no counterpart: layers "

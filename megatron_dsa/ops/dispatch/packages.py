@@ -83,13 +83,13 @@ class Package:
                 )
         return None
 
-    def import_problem(self) -> Reason | None:
+    def import_problem(self, minimum: str | None = None) -> Reason | None:
         """Import the package; return why that failed, e.g. kernels built for another torch."""
         if (error := import_error(self.module)) is None:
             return None
         return Reason(
             f"{BROKEN}: {self.module} cannot be imported",
-            f" ({error}); reinstall it: {self.install.format(floor=self.minimum)}",
+            f" ({error}); reinstall it: {self.install.format(floor=minimum or self.minimum)}",
         )
 
     def untested(self) -> str | None:

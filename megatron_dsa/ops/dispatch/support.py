@@ -126,7 +126,7 @@ class Support:
         # Plans for a GPU are also made without one, where kernel packages may not import.
         if self.package is None or call.device != "cuda" or not torch.cuda.is_available():
             return None
-        return self.package.import_problem()
+        return self.package.import_problem(self.minimum)
 
     def _shape(self, call: OpCall) -> Reason | None:
         if self.dtypes is not None and call.dtype not in self.dtypes:
