@@ -323,17 +323,17 @@ COMPARISONS: Sequence[Comparison] = (
     ),
     Comparison(
         "layer_glm", "layer",
-        "A DSA layer of GLM-5.3-Flash takes {} the time of dense attention at 8k tokens",
-        (("trained indexer", 8192),),
+        "A DSA layer of GLM-5.3-Flash takes {} the time of dense attention at 8k tokens, {} at 32k",
+        (("trained indexer", 8192), ("trained indexer", 32768)),
         "time over dense attention (ms)",
         tuple(
-            Line(label, way, "dense", {"preset": "glm-5.3-flash"})
+            Line(label, way, "dense", {"preset": "glm-5.3-flash"}, drawn=way != "frozen")
             for label, way in (
-                ("trained indexer", "ours"), ("trained indexer, masked attention", "masked"),
-                ("frozen indexer", "frozen"), ("stage dense of this package", "ours-dense"),
+                ("trained indexer", "ours"), ("without pools", "unpooled"),
+                ("frozen indexer", "frozen"), ("masked attention", "masked"),
+                ("stage dense of this package", "ours-dense"),
             )
         ),
-        charted=False,
     ),
     Comparison(
         "masked_time", "masked",

@@ -62,9 +62,13 @@ KERNELS = {
     "forward of 2 x 32 heads, sink": Kernel(
         f"{SPARSE}.forward", (32, 512, 512, 2, True), 10, 2, FEW
     ),
-    # S and dP in two parts each, dQ in quarters (and a tail), dKV per slab of columns.
+    # S and dP in two parts each, dQ in quarters (and a tail), dKV per slab of columns; without
+    # rope those are from registers.
     "backward of 64 heads": Kernel(f"{SPARSE}.backward", (64, 576, 512, 1), 26, 0, FEW),
-    "backward of 2 x 24 heads": Kernel(f"{SPARSE}.backward", (24, 512, 512, 2), 24, 0, FEW),
+    "backward of 2 x 24 heads": Kernel(f"{SPARSE}.backward", (24, 512, 512, 2), 24, 16, FEW),
+    "backward of 64 heads, in fixed point, with sums": Kernel(
+        f"{SPARSE}.backward", (64, 512, 512, 1, True, True), 24, 16, FEW
+    ),
     "backward of 4 x 16 heads": Kernel(f"{SPARSE}.backward", (16, 576, 512, 4), 26, 0, FEW),
     # S and dP in four parts each, dQ in quarters (and a tail).
     "queries' half of 128 heads": Kernel(f"{SPARSE}.query_gradient", (128, 576, 512), 13, 0, FEW),

@@ -67,7 +67,16 @@ __device__ __forceinline__ void dsa_store_half(const float* acc, int place) {
          "r"(pairs[3]) : "memory");
   }
 }
-// The same for P in fp16, in units of P_UNIT.
+// Loads a tile [64 keys, 64 rows] bf16 as the operand of a product with the rows.
+__device__ __forceinline__ void dsa_load_tile(void* operand, int place) {
+  unsigned* pairs = static_cast<unsigned*>(operand);
+#pragma unroll
+  for (int i = 0; i < 4; i++, pairs += 4)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+      : "r"(dsa_laundered(place) ^ (i * 32)) : "memory");
+}
+// Stores half of P in fp16, in units of P_UNIT.
 template <int HALF>
 __device__ __forceinline__ void dsa_store_p(const float* acc, int place) {
 #pragma unroll

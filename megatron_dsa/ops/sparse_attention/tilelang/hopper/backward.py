@@ -6,7 +6,8 @@ shared memory:
 
 * ``S``: scores, P, and the left half of dQ's columns;
 * ``DP``: dP, dS, and the rest of dQ;
-* ``KV``: dKV, 64 columns at a time, added to global memory from registers;
+* ``KV``: dKV, 64 columns at a time, added to global memory from registers; without rope it also
+  holds P and dS in registers, so that ``S`` need not wait for it;
 * ``GATHER``: fetches keys as soon as dQ has read half of the buffer.
 """
 
@@ -35,7 +36,7 @@ from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURC
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE
 
 #: Registers per thread of the warpgroups S, DP, KV and GATHER.
-REGISTERS = {576: (192, 224, 64, 32), 512: (192, 200, 88, 32)}
+REGISTERS = {576: (192, 224, 64, 32), 512: (192, 192, 96, 32)}
 
 
 @T.macro
@@ -61,6 +62,11 @@ def key_gradient(dKV, Units, m, done, at, thread):
     target = T.alloc_local([2], "int64")
     units = T.alloc_local([1], "float32")
     fixed, dim = Units is not None, dKV.shape[1]
+    in_registers = dim == V_DIM
+    operands, here = (m.p, m.ds), None
+    if in_registers:
+        operands = tuple(T.alloc_fragment([TILE, TILE], "bfloat16") for _ in range(2))
+        here = queries.swizzled_addresses(m, thread)
     if fixed:
         units[0] = Units[0]
     for i in T.serial(at.blocks()):
@@ -76,13 +82,18 @@ def key_gradient(dKV, Units, m, done, at, thread):
             )
         for first in tuple(range(0, dim, SLAB)):
             slab = slice(first, first + SLAB)
+            if first == 0 and in_registers:
+                call("dsa_load_tile", operands[0].data, here[0])
             if first < V_DIM:
-                T.wgmma_gemm(m.p, m.do[:, slab], dkv, clear_accum=True)
+                T.wgmma_gemm(operands[0], m.do[:, slab], dkv, clear_accum=True)
             if first == 0:
                 T.barrier_wait(done.ds, i & 1)
-            T.wgmma_gemm(m.ds, m.q[:, slab], dkv, clear_accum=first >= V_DIM)
+                if in_registers:
+                    call("dsa_load_tile", operands[1].data, here[1])
+                    T.barrier_arrive(done.p_free)
+            T.wgmma_gemm(operands[1], m.q[:, slab], dkv, clear_accum=first >= V_DIM)
             T.wait_wgmma(0)
-            if first + SLAB == dim:
+            if first + SLAB == dim and not in_registers:
                 T.barrier_arrive(done.p_free)
             of = (SLAB, first)
             if fixed:
@@ -112,9 +123,7 @@ def exponentials(s, m, i, members, shape, scale):
 def scores(dQ, PSum, m, done, at, shape, scale, thread):
     s = T.alloc_fragment([TILE, TILE], "float32")
     dq = queries.left_columns()
-    here = T.alloc_local([1], "int32")
-    here[0] = shared_address(m.ds[0, 0])
-    here[0] = call("dsa_place", here[0], thread, returns="int32")
+    here = queries.swizzled_addresses(m, thread)
     if shape.group > 1:
         members = T.alloc_fragment([TILE], "uint8")
     T.barrier_wait(done.queries, 0)
@@ -128,9 +137,9 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
             queries.sum_heads(PSum, s, at, i, shape, thread)
         # Wait until other warpgroups have read the old dS.
         T.barrier_wait(done.p_free, (i & 1) ^ 1)
-        T.copy(s, m.p)
         for side in (0, 1):
-            call("dsa_store_p", s.data, here[0], of=(side,))
+            call("dsa_store_half", s.data, here[0], of=(side,))
+            call("dsa_store_p", s.data, here[1], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.p)
         T.barrier_wait(done.ds, i & 1)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from tilelang import language as T
 
-from megatron_dsa.ops.hopper.cuda import call
+from megatron_dsa.ops.hopper.cuda import call, shared_address
 from megatron_dsa.ops.hopper.tiles import (
     COPIED_KEYS,
     GROUP,
@@ -84,6 +84,17 @@ def fetch_part(lists, m, done, part, columns, thread):
         call("dsa_no_hoisting")
     T.cp_async_barrier_noinc(done.keys[part])
     T.barrier_arrive(done.keys[part])
+
+
+@T.macro
+def swizzled_addresses(m, thread):
+    """Return the shared-memory addresses at which this thread accesses P and dS."""
+    here = T.alloc_local([2], "int32")
+    here[0] = shared_address(m.p[0, 0])
+    here[0] = call("dsa_place", here[0], thread, returns="int32")
+    here[1] = shared_address(m.ds[0, 0])
+    here[1] = call("dsa_place", here[1], thread, returns="int32")
+    return here
 
 
 @T.macro
