@@ -242,6 +242,7 @@ def build(
             else:
                 T.set_max_nreg(for_dp, 1)
                 score_gradients(dQ, m, done, at, dim, scale, thread)
+            call("dsa_keep", T.address_of(m.p[0, 0]), T.address_of(m.ds[0, 0]))
 
     return sparse_mla_backward
 
