@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -19,6 +20,7 @@ from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
 from megatron_dsa.ops.common.head_products import head_products
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.rope.api import norm_rope, rotate
+from megatron_dsa.ops.sparse_attention.mapped import MappedQueries
 
 
 @dataclass
@@ -62,13 +64,13 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         choice = attention_of(config)
         self.ranks = ranks_of(config, pg_collection, choice.tp_mode)
         self.heads = config.num_attention_heads // pg_collection.tp.size()
-        self.groups = config.o_groups // pg_collection.tp.size()
         self.options = options_of(config)
         self.head_dim, self.policy = config.head_dim, self.options.policy
         self.softmax_scale = self.head_dim**-0.5
         self.rope = PositionRope.for_ratio(config, config.ratio(layer_number, is_mtp))
         recomputed = config.recompute_modules or ()
         selective = config.recompute_granularity == "selective"
+        self.in_blocks = self.options.recompute == "queries"
         # Attribute names follow Megatron's MLA.
         self.checkpoint_core_attention = selective and "core_attn" in recomputed
         self.recompute_up_proj = selective and "mla_up_proj" in recomputed
@@ -145,25 +147,58 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             q = q.view(-1, self.heads, self.head_dim)
             if ranks.by_sequence:
                 q = heads_to_sequence(q, ranks.tp)
-            # Overwrite the projection, which no other code reads.
-            return norm_rope(q, *tables, self.config.layernorm_epsilon, inplace=True, policy=policy)
+            return self._normed(q, tables)
 
-        q = self.maybe_recomputed(queries, q_latent)
-
-        def core(hidden_states, q_latent, q, kv):
+        def core(hidden_states, q_latent, kv, q):
             out = self.core_attention(hidden_states, q_latent, q, kv, layout, self.rope, ranks)
             return rotate(out, *tables, inverse=True, policy=policy)
 
-        out = self.run_core(core, hidden_states, q_latent, q, kv)
+        def core_in_blocks(hidden_states, q_latent, kv):
+            q = self._mapped_queries(q_latent, tables)
+            return self.core_attention(hidden_states, q_latent, q, kv, layout, self.rope, ranks)
+
+        if self.in_blocks and not self.core_attention.evaluates_indexer_now():
+            out = self.run_core(core_in_blocks, hidden_states, q_latent, kv)
+            if ranks.by_sequence:
+                out = sequence_to_heads(out.unflatten(1, (-1, self.config.o_lora_rank)), ranks.tp)
+            return out.flatten(1)
+        q = self.maybe_recomputed(queries, q_latent)
+        out = self.run_core(core, hidden_states, q_latent, kv, q)
         if ranks.by_sequence:
             out = sequence_to_heads(out, ranks.tp)
-        return self._project_groups(out)
+        return self._project_groups(out, weight_of(self.linear_o_group_proj))
 
-    def _project_groups(self, out: torch.Tensor) -> torch.Tensor:
-        weight = weight_of(self.linear_o_group_proj)
-        weight = weight.view(self.groups, self.config.o_lora_rank, -1)
-        out = out.reshape(out.shape[0], self.groups, -1)
-        return head_products(out, weight.transpose(1, 2)).flatten(1)
+    def _normed(self, q: torch.Tensor, tables) -> torch.Tensor:
+        # Overwrite the projection, which no other code reads.
+        cos, sin = tables
+        eps = self.config.layernorm_epsilon
+        return norm_rope(q, cos, sin, eps, inplace=True, policy=self.policy)
+
+    def _mapped_queries(self, q_latent: torch.Tensor, tables) -> MappedQueries:
+        ranks, heads = self.ranks, self.heads
+        if ranks.by_sequence:
+            heads = self.config.num_attention_heads
+        elif ranks.tp is not None:
+            q_latent = gather_from_sequence_parallel_region(q_latent, group=ranks.tp)
+
+        def to_queries(latents, weight, tokens):
+            q = torch.nn.functional.linear(latents, weight).view(-1, heads, self.head_dim)
+            return self._normed(q, [x[tokens] for x in tables])
+
+        def to_outputs(out, weight, tokens):
+            out = rotate(out, *(x[tokens] for x in tables), inverse=True, policy=self.policy)
+            return self._project_groups(out, weight)
+
+        return MappedQueries(
+            q_latent.flatten(0, 1), weight_of(self.linear_q_up_proj),
+            weight_of(self.linear_o_group_proj), to_queries, to_outputs, heads, self.head_dim,
+            group=ranks.tp if ranks.by_sequence else None,
+        )  # fmt: skip
+
+    def _project_groups(self, out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        groups = weight.view(-1, self.config.o_lora_rank, weight.shape[1])
+        out = out.reshape(out.shape[0], len(groups), -1)
+        return head_products(out, groups.transpose(1, 2)).flatten(1)
 
     def delayed_linears(self) -> list:
         """Return the linears that ``forward`` calls, without the output groups' linear."""

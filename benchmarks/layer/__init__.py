@@ -68,7 +68,7 @@ DSA_WAYS = (
 DENSE_WAYS = ("dense", "ours-dense")
 #: Ways that select other keys than ``ours``.
 UNLIKE = (*DENSE_WAYS, "unpooled")
-CSA_WAYS = ("ours", "all-queries", "frozen", "torch", GRAPH)
+CSA_WAYS = ("ours", "recomputed", "all-queries", "frozen", "torch", GRAPH)
 #: Heads of a DSA layer of all tensor-parallel ranks together.
 ALL_HEADS = {"v3.2": 128, "glm-5.3-flash": 64, "glm-5.3-flash-kda": 64, "tiny": 32}
 RATIOS = (0, 4, 128)

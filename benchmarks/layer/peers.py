@@ -3,7 +3,7 @@
 * ``ours``: this package's layer with its defaults. ``torch``: without fused kernels. ``graph``: the
   layer of ``ours``, for its CUDA graph.
 * ``sparse``, ``masked``: the same, with sparse or masked dense attention. ``recomputed``: sparse
-  attention with ``--dsa-recompute latent_output``.
+  attention with ``--dsa-recompute latent_output``; V4's layers with ``queries``.
 * ``all-queries``: ``ours`` with ``--dsa-indexer-loss-queries 1``. ``frozen``: with
   ``--dsa-indexer-loss-coeff 0``, which trains no indexer. ``unpooled``: with
   ``--dsa-indexer-pool-size 1``.
@@ -50,7 +50,8 @@ def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
         return Layer(dataclasses.replace(spec, fused=False), device), ""
     if way in ("sparse", "recomputed", "masked"):
         attention = "masked" if way == "masked" else "sparse"
-        recompute = "latent_output" if way == "recomputed" else "nothing"
+        again = "latent_output" if spec.ratio is None else "queries"
+        recompute = again if way == "recomputed" else "nothing"
         spec = dataclasses.replace(spec, selected_attention=attention, recompute=recompute)
         layer = Layer(spec, device)
         if device.type == "cuda":

@@ -47,12 +47,14 @@ class DSAOptions:
         "Memory that an implementation may use for temporaries, in MiB.",
         unit=2**20,
     )
-    recompute: Literal["nothing", "latent_output"] = option(
+    recompute: Literal["nothing", "latent_output", "queries"] = option(
         "nothing",
         "--dsa-recompute",
         "What sparse attention computes again in the backward beside Megatron's --recompute-*: "
         "latent_output runs its forward kernel again instead of keeping the output in the space of "
-        "the latents (1 KiB per token and head in DeepSeek-V3.2).",
+        "the latents (1 KiB per token and head in DeepSeek-V3.2); queries, for DeepSeek-V4, computes "
+        "queries and outputs of the heads again (3 KiB per token and head), a block of tokens at a "
+        "time.",
     )
     indexer_pool_size: int = option(
         1,

@@ -24,6 +24,7 @@ from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.halo import halo_of
 from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.sparse_attention.mapped import MappedQueries, mapped_attention
 
 
 @dataclass
@@ -60,13 +61,13 @@ class CSACoreAttention(CoreAttention):
         self,
         hidden_states: torch.Tensor,
         q_latent: torch.Tensor,
-        q: torch.Tensor,
+        q: torch.Tensor | MappedQueries,
         kv: torch.Tensor,
         layout: Layout,
         rope: PositionRope,
         ranks: Ranks,
     ) -> torch.Tensor:
-        """Return attention outputs ``[tokens, H, D]`` before inverse rope.
+        """Return attention outputs ``[tokens, H, D]`` before inverse rope, or mapped outputs.
 
         Args:
             hidden_states, q_latent, kv: local, ``[s, b, hidden | q_lora_rank | D]``; ``kv`` is
@@ -113,18 +114,15 @@ class CSACoreAttention(CoreAttention):
         if trains and self.loss_is_sparse:
             assert inputs is not None and keys is not None
             training = self.sparse_training(inputs, keys.layout, layout, self.selected_only)
-        result = sparse_attention(
-            q,
-            kv,
-            lists,
-            softmax_scale=self.softmax_scale,
-            v_dim=q.shape[2],
-            attn_sink=sink,
-            kv_grad=kv_grad,
-            want_p_sum=evaluates and self.loss_is_sparse and not self.selected_only,
-            indexer=training,
-            policy=policy,
-        )
+        arguments = {
+            "softmax_scale": self.softmax_scale, "v_dim": q.shape[2], "attn_sink": sink,
+            "kv_grad": kv_grad, "indexer": training, "policy": policy,
+        }  # fmt: skip
+        if isinstance(q, MappedQueries):
+            result = mapped_attention(q, kv, lists, **arguments)
+        else:
+            wanted = evaluates and self.loss_is_sparse and not self.selected_only
+            result = sparse_attention(q, kv, lists, want_p_sum=wanted, **arguments)
         out, sample = result.out, self.draw_sample(layout)
         if trains and not self.loss_is_sparse:
             out = self.attach(out, self._dense_loss(inputs, q, kv, lists, sink, sample), layout)

@@ -23,6 +23,7 @@ from megatron_dsa.metrics.quality import (
 from megatron_dsa.ops.indexer_loss.spec import ExpandedKeys, LatentKeys, TeacherKeys
 from megatron_dsa.ops.indexer_loss.training import TrainedIndexer
 from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.sparse_attention.mapped import MappedQueries
 
 
 def sampled_queries(layout: Layout, count: int) -> torch.Tensor:
@@ -61,7 +62,7 @@ class Attended:
     layout: Layout
     topk: int
     positions: Layout
-    q: torch.Tensor
+    q: torch.Tensor | MappedQueries
     kv: torch.Tensor
     indices: torch.Tensor
     lse: torch.Tensor

@@ -24,6 +24,7 @@ from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.indexer_topk.torch import block_scores
 from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.sparse_attention.mapped import MappedQueries
 
 
 class Mean(NamedTuple):
@@ -113,7 +114,7 @@ def visible_keys(layout: Layout, queries: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def captured_mass(
-    q: torch.Tensor,
+    q: torch.Tensor | MappedQueries,
     kv: torch.Tensor,
     indices: torch.Tensor,
     lse: torch.Tensor,

@@ -85,6 +85,8 @@ LAYERS = {
     "dense MLA, visible, recomputed": (DSA, (), VISIBLE | RECOMPUTED),
     "window": (HYBRID, (0,), {}),
     "CSA": (HYBRID, (4,), {}),
+    "CSA in blocks": (HYBRID, (4,), {"recompute": "queries"}),
+    "CSA sampled, in blocks": (HYBRID, (4,), SAMPLED | {"recompute": "queries"}),
     "CSA dense loss": (HYBRID, (4,), {"dsa_indexer_use_sparse_loss": False}),
     "CSA old teacher": (HYBRID, (4,), {"csa_teacher": "compressed"}),
     "CSA warm-up": (HYBRID, (4,), {"stage": "warmup", "dsa_indexer_use_sparse_loss": False}),

@@ -45,6 +45,7 @@ V4_VARIANTS = {
     ),
     "V4 on streams, fully recomputed": ({}, full(1) | {"hc_mult": 2}),
     "V4, selectively recomputed": ({}, UP),
+    "V4, queries computed again": ({"recompute": "queries"}, {}),
 }
 
 

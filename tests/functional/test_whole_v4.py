@@ -65,6 +65,7 @@ V4 = (
 )
 NO_MTP = {"--mtp-num-layers": None, "--csa-compress-ratios": V4["--csa-compress-ratios"][:3]}
 EP2 = {"--expert-model-parallel-size": 2}
+QUERIES_AGAIN = {"--dsa-recompute": "queries"}
 EXPERT_RECOMPUTE = {"--recompute-granularity": "selective", "--recompute-modules": ["moe"]}
 DISTRIBUTED = {"--use-distributed-optimizer": True, "--dist-ckpt-optim-fully-reshardable": True}
 
@@ -89,6 +90,8 @@ V4_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
     ),
     "TP2 by sequence": (TP2_SEQUENCE, 2),
     "CP2, full recompute": (CP2 | FULL_RECOMPUTE, 2),
+    "queries computed again": (QUERIES_AGAIN, 1),
+    "CP2, full recompute, queries computed again": (CP2 | FULL_RECOMPUTE | QUERIES_AGAIN, 2),
     # Two microbatches are in flight.
     "PP2, first stage without an indexer, full recompute": (
         NO_INDEXER_IN_FIRST_STAGE | FULL_RECOMPUTE, 2,

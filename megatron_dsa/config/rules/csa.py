@@ -3,15 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_dsa.config.rules.cuda_graphs import graphs_attention
 from megatron_dsa.config.rules.model import attention_rules, host_rules, indexer_rules
-from megatron_dsa.config.rules.table import Must, check_rows
+from megatron_dsa.config.rules.table import Must, Not, check_rows
 
 _CASE = "with --csa-compress-ratios"
 _COMPRESSOR_NORM = "the keys of V4's indexer are normalised by its compressor"
 _ROPE = "V4's rope has no concentration factor and rotates all of --qk-pos-emb-head-dim"
 _V4 = (
     Must(
-        "recompute", "nothing", "V4's keys are not expanded, so nothing is absorbed; drop it",
+        "recompute", Not(("latent_output",)),
+        "V4's keys are not expanded, so nothing is absorbed; give queries, or drop it",
         "--dsa-recompute",
     ),
     Must("q_lora_rank", True, "queries come from a normalised latent"),
@@ -28,6 +30,21 @@ _V4 = (
     Must("dsa_indexer_k_norm_fp32", False, _COMPRESSOR_NORM),
     Must("dsa_indexer_topk_freq", 1, "V4's layers do not share selections"),
 )  # fmt: skip
+#: Rules with ``--dsa-recompute queries``.
+_IN_BLOCKS = (
+    Must("fp8", None, "the linear is not called, so its weight would not be quantised"),
+    Must("fp4", None, "the linear is not called, so its weight would not be quantised"),
+    Must(
+        "delay_wgrad_compute", False,
+        "Megatron would wait for the weight gradient of a linear that is not called",
+    ),
+    Must("stage", Not(("warmup",)), "the dense loss reads all queries; drop it", "--dsa-stage"),
+)  # fmt: skip
+_SPARSE_LOSS = Must(
+    "dsa_indexer_use_sparse_loss",
+    True,
+    "the dense loss reads all queries; add it, or drop --dsa-recompute",
+)
 _INTERLEAVED = Must("dsa_indexer_rope_interleaved", True, "V4's indexer pairs neighbouring dims")
 #: Compression ratio of CSA layers, which select among overlapping groups.
 CSA_RATIO = 4
@@ -37,11 +54,26 @@ def csa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     yield from _pattern_rules(config)
     yield from check_rows(_V4, config, options, _CASE)
     yield from _shape_rules(config)
+    yield from _recompute_rules(config, options)
     yield from attention_rules(config)
     yield from host_rules(config, options)
     if options.stage != "dense" and CSA_RATIO in (config.csa_compress_ratios or ()):
         yield from indexer_rules(config, options)
         yield _INTERLEAVED.check(config, case=_CASE)
+
+
+def _recompute_rules(config, options):
+    if options.recompute != "queries":
+        return
+    case = "with --dsa-recompute queries"
+    yield from check_rows(_IN_BLOCKS, config, options, case)
+    yield (
+        not graphs_attention(config),
+        f"--cuda-graph-impl must not capture attention {case}, whose backward runs a backward of "
+        "its own; drop one of the two",
+    )
+    if options.stage == "sparse" and config.dsa_indexer_loss_coeff:
+        yield _SPARSE_LOSS.check(config, case=case)
 
 
 def _pattern_rules(config):

@@ -154,6 +154,11 @@ def _recomputes(config: Any, module: str) -> bool:
 
 def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     yield from attention_rules(config)
+    yield Must(
+        "recompute", Not(("queries",)),
+        "only V4's attention makes its queries again; give latent_output, or drop it",
+        "--dsa-recompute",
+    ).check(config, options)  # fmt: skip
     yield from _mla_rules(config, options)
     yield from host_rules(config, options)
     if options.stage != "dense":

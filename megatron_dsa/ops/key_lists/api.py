@@ -101,14 +101,18 @@ class KeyLists:
 
         A list has indices into the key buffer without gaps, then ``-1``.
         """
-        call = self._call()
-        fused = KEY_LISTS.choose(call, policy).candidate.fused
+        fused = KEY_LISTS.choose(self._call(), policy).candidate.fused
         bytes_per_token = self.full_width * (_BYTES_FUSED if fused else _BYTES_UNFUSED)
         at_once = items_within(policy.workspace_bytes, bytes_per_token)
         total = self.layout.num_queries
         for first in range(0, total, at_once):
             tokens = slice(first, min(total, first + at_once))
-            yield tokens, *KEY_LISTS.run(call, policy, self._inputs(tokens, self.width(tokens)))
+            yield tokens, *self.of(tokens, policy)
+
+    def of(self, tokens: slice, policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the lists of a slice of tokens as :meth:`blocks` does."""
+        inputs = self._inputs(tokens, self.width(tokens))
+        return KEY_LISTS.run(self._call(), policy, inputs)
 
     def of_some(
         self, tokens: torch.Tensor, selected: torch.Tensor, length, policy: Policy

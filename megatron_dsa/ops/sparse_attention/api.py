@@ -97,6 +97,12 @@ class Settings:
             lists = replace(self.lists, selected=indices, selected_length=length)
             yield from lists.blocks(self.policy)
 
+    def list_of(self, tokens: slice, indices, length) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the key lists of a slice of tokens, and their lengths."""
+        assert self.lists is not None
+        lists = replace(self.lists, selected=indices, selected_length=length)
+        return lists.of(tokens, self.policy)
+
     def sampled_lists(self, taken: torch.Tensor, indices, length) -> Iterator[Any]:
         """Yield the key lists of sampled tokens in parts that fit the workspace."""
         width = indices.shape[1] + (0 if self.lists is None else self.lists.window)
@@ -119,7 +125,7 @@ class Settings:
         return p_sum if self.lists is None else p_sum[:, : indices.shape[1]].contiguous()
 
 
-def _put(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, total: int):
+def put_tokens(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, total: int):
     """Write ``part`` to ``tokens`` of ``whole``; return ``part`` itself if it has all tokens.
 
     ``len(part)`` would make torch.compile build a graph per size.
@@ -144,11 +150,11 @@ class _SparseAttention(torch.autograd.Function):
             if s.want_p_sum:
                 if part_p_sum is None:
                     part_p_sum = s.run(PROBABILITIES, inputs, part_lse)
-                p_sum = _put(
+                p_sum = put_tokens(
                     p_sum, s.teacher_columns(part_p_sum, indices, tokens), tokens, q.shape[0]
                 )
-            out = _put(out, part, tokens, q.shape[0])
-            lse = _put(lse, part_lse, tokens, q.shape[0])
+            out = put_tokens(out, part, tokens, q.shape[0])
+            lse = put_tokens(lse, part_lse, tokens, q.shape[0])
         ctx.save_for_backward(q, kv, sink, indices, length, out, lse, *index_tensors)
         ctx.settings = s
         ctx.separate_kv_grad = kv_grad is not None
@@ -173,19 +179,22 @@ class _SparseAttention(torch.autograd.Function):
             part_dq, part_dkv, part_dsink, p_sum = s.run(
                 BACKWARD, inputs, *of_block, teacher=wants_p_sum
             )
-            dq = _put(dq, part_dq, tokens, q.shape[0])
+            dq = put_tokens(dq, part_dq, tokens, q.shape[0])
             dkv = part_dkv if dkv is None else dkv.add_(part_dkv)
             if part_dsink is not None:
                 dsink = part_dsink if dsink is None else dsink + part_dsink
             if wants_p_sum:
                 if p_sum is None:
                     p_sum = s.run(PROBABILITIES, inputs, lse[tokens])
-                teacher = _put(teacher, s.loss_teacher(p_sum, indices), tokens, q.shape[0])
+                teacher = put_tokens(teacher, s.loss_teacher(p_sum, indices), tokens, q.shape[0])
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
         if indexer is not None:
             parts: Iterable[TeacherPart]
             if indexer.selected_only:
-                parts = [_teacher_among(s, sample, q, kv, indices, length)]
+                if sample is not None:
+                    q, indices, length = select_tokens(sample.tokens, q, indices, length)
+                teacher = teacher_among(s, q, kv, indices, length)
+                parts = [TeacherPart(slice(0, len(q)), indices, length, teacher)]
             elif sample is not None:
                 parts = _sampled_teachers(s, sample, q, kv, sink, indices, length, lse)
             else:
@@ -198,15 +207,13 @@ class _SparseAttention(torch.autograd.Function):
         return dq, to_kv, to_proxy, dsink, None, None, None, *index_grads
 
 
-def _teacher_among(s: Settings, sample: QuerySample | None, q, kv, indices, length) -> TeacherPart:
-    if sample is not None:
-        q, indices, length = select_tokens(sample.tokens, q, indices, length)
+def teacher_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
+    """Return the head sum of a softmax over selected keys only."""
     call = replace(s.call, topk=indices.shape[1], sink=False)
     s = replace(s, call=call, length_in_range=False)
     inputs = s.inputs(q, kv, None, indices, length, True)
     _, lse, p_sum = s.run(FORWARD, inputs)
-    teacher = s.run(PROBABILITIES, inputs, lse) if p_sum is None else p_sum
-    return TeacherPart(slice(0, q.shape[0]), indices, length, teacher)
+    return s.run(PROBABILITIES, inputs, lse) if p_sum is None else p_sum
 
 
 def _sampled_teachers(
@@ -265,7 +272,7 @@ def sparse_attention(
     selected: torch.Tensor | None
     if isinstance(indices, KeyLists):
         lists = indices
-        _check_lists(lists, q, kv, topk_length, want_p_sum or indexer is not None)
+        check_lists(lists, q, kv, topk_length, want_p_sum or indexer is not None)
         width = lists.full_width
         selected, topk_length = lists.selected, lists.selected_length
         lists, in_order = replace(lists, selected=None, selected_length=None), True
@@ -320,7 +327,7 @@ def require_kv_grad(kv_grad: torch.Tensor | None, kv: torch.Tensor) -> None:
         require_tensor("kv_grad", kv_grad, tuple(kv.shape), (wanted,), kv, fix)
 
 
-def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> None:
+def check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> None:
     first = lists.offset
     # A partial ``kv`` cannot match the layout's keys.
     keys = {} if lists.held is not None else {f"kv[{first}:]" if first else "kv": kv[first:]}

@@ -12,6 +12,7 @@ from megatron_dsa.layers.rope import PositionRope
 from tests.helpers import relative_error
 from tests.host import attention_module, small_csa_config, start
 
+IN_BLOCKS = {"options": DSAOptions(recompute="queries")}
 WRONG = {
     "one ratio per layer": {"csa_compress_ratios": [4]},
     "--csa-compress-ratios must be 0 or at least 2": {"csa_compress_ratios": [4, 1]},
@@ -31,9 +32,19 @@ WRONG = {
     },
     "--dsa-indexer-loss-coeff is required in --dsa-stage": {"dsa_indexer_loss_coeff": None},
     "--dsa-indexer-loss-coeff must be finite and at least 0": {"dsa_indexer_loss_coeff": -1.0},
-    "--dsa-recompute must be nothing with --csa-compress-ratios, got latent_output": {
+    "--dsa-recompute must not be latent_output with --csa-compress-ratios": {
         "options": DSAOptions(recompute="latent_output")
     },
+    "--cuda-graph-impl must not capture attention with --dsa-recompute queries": IN_BLOCKS
+    | {"cuda_graph_impl": "local"},
+    "--fp8-format must be unset with --dsa-recompute queries": IN_BLOCKS
+    | {"fp8": "hybrid", "transformer_impl": "transformer_engine"},
+    "--dsa-stage must not be warmup with --dsa-recompute queries": {
+        "options": DSAOptions(recompute="queries", stage="warmup"),
+        "dsa_indexer_use_sparse_loss": False,
+    },
+    "--dsa-indexer-use-sparse-loss is required with --dsa-recompute queries": IN_BLOCKS
+    | {"dsa_indexer_use_sparse_loss": False},
 }  # fmt: skip
 
 

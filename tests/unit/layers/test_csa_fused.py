@@ -5,7 +5,7 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.ops.dispatch import report, reset_report
-from tests.helpers import relative_error
+from tests.helpers import deterministic, relative_error
 from tests.host import attention_module, packed, small_csa_config, start
 
 pytestmark = pytest.mark.gpu
@@ -35,14 +35,17 @@ def run(config, params, rows=ROWS, weights=None):
     return module, {"out": out, "x": x.grad} | gradients
 
 
+@pytest.mark.parametrize("recompute", ["nothing", "queries"])
 @pytest.mark.parametrize("lengths", [None, [3, 300, 0, 129, 268]])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_fused_equals_float64(ratio, lengths):
+def test_fused_equals_float64(ratio, lengths, recompute):
     """All keys are selected, so rounded scores cannot change the selection."""
     params = None if lengths is None else packed(*lengths)
     settings = V4 | {"dsa_indexer_topk": 256}
     reset_report()
-    module, fused = run(small_csa_config(ratio, dtype=torch.bfloat16, **settings), params)
+    options = DSAOptions(recompute=recompute)
+    config = small_csa_config(ratio, dtype=torch.bfloat16, options=options, **settings)
+    module, fused = run(config, params)
     ran = report()
     for operation in ("norm_rope", "rotate", "key_lists") + ("compressor",) * bool(ratio):
         assert set(ran[operation]) == {"triton"}, operation
@@ -60,9 +63,12 @@ def test_fused_equals_float64(ratio, lengths):
             assert relative_error(fused[name], expected) < tolerance, name
 
 
+@pytest.mark.parametrize("recompute", ["nothing", "queries"])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_no_host_synchronisation(ratio):
-    config = small_csa_config(ratio, dtype=torch.bfloat16, **V4, **{"dsa_indexer_topk": 64})
+def test_no_host_synchronisation(ratio, recompute):
+    options = DSAOptions(recompute=recompute)
+    settings = V4 | {"dsa_indexer_topk": 64}
+    config = small_csa_config(ratio, dtype=torch.bfloat16, options=options, **settings)
     module = attention_module(config).train()
     x = torch.randn(ROWS, 1, 256, device=start(), dtype=torch.bfloat16, requires_grad=True)
     for lengths in (None, [3, 300, 0, 129, 268]):
@@ -74,3 +80,14 @@ def test_no_host_synchronisation(ratio):
             module(x, None, packed_seq_params=params)[0].sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_queries_computed_again_repeat_to_the_bit(ratio):
+    settings = V4 | {"dsa_indexer_topk": 64}
+    options = DSAOptions(recompute="queries")
+    config = small_csa_config(ratio, dtype=torch.bfloat16, options=options, **settings)
+    with deterministic():
+        first, again = (run(config, None)[1] for _ in range(2))
+    for name, expected in first.items():
+        assert expected is None or torch.equal(again[name], expected), name

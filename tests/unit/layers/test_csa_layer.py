@@ -2,11 +2,14 @@
 (``tests/reference/csa_float64.py``).
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
 from tests.cases import against_float64
+from tests.cases.layers import in_small_blocks
 from tests.host import attention_module, small_csa_config
 from tests.reference import csa_float64
 from tests.reference.shapes import csa_shape
@@ -35,6 +38,7 @@ def compare(config, *, loss=None, batch=1, seq_lengths=None, rows=SEQUENCE, tole
 
 DENSE = DSAOptions(stage="dense")
 WARMUP = DSAOptions(stage="warmup", freeze_main=False)
+IN_BLOCKS = DSAOptions(recompute="queries")
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -69,6 +73,11 @@ CSA = {
     "window of one": ({"csa_window_size": 1}, None, "sparse"),
     "more selected than there is": ({"dsa_indexer_topk": 50}, None, "sparse"),
     "small workspace": ({}, DSAOptions(workspace_bytes=2**20), "sparse"),
+    "queries made again": ({}, in_small_blocks(IN_BLOCKS), "sparse"),
+    "queries made again, teacher of compressed keys": (
+        {}, in_small_blocks(replace(IN_BLOCKS, csa_teacher="compressed")), "sparse",
+    ),
+    "queries made again, dense": ({}, in_small_blocks(replace(IN_BLOCKS, stage="dense")), None),
 }  # fmt: skip
 
 

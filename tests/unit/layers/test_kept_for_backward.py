@@ -36,7 +36,7 @@ RATIOS = (0, 4, 128)
 def has_mode(kind: str, mode: str) -> bool:
     """Return whether a stage or ratio has a mode."""
     if mode == "out":
-        return kind == "sparse"
+        return kind in ("sparse", "CSA", *map(str, RATIOS))
     # A frozen model has no selective recompute, see layers/freezing.py.
     return kind != "frozen" or mode == "none"
 
@@ -188,6 +188,7 @@ def small_csa(ratio: int, mode: str = "none"):
     """Return a CSA layer with few common products of sizes, and its sizes by symbol."""
     config = small_csa_config(
         ratio,
+        options=DSAOptions(recompute="queries" if mode == "out" else "nothing"),
         dtype=torch.bfloat16,
         hidden_size=42,
         num_attention_heads=6,
