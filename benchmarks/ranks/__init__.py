@@ -13,7 +13,7 @@ and compared with the design (:mod:`benchmarks.ranks.traffic`).
 
 ``layers``: attention layers. Context parallelism has the ways ``zigzag`` and ``contiguous``
 (layouts), and ``plain``: zigzag without overlapped collectives (:mod:`benchmarks.ranks.plain`);
-V3.2 also zigzag by masked dense attention (``masked``) and with ``--dsa-recompute latent_output``
+V3.2 also zigzag by masked dense attention (``masked``), and V3.2 and V4 with ``--dsa-recompute``
 (``recomputed``), compared with one rank of the kind. Tensor-parallel ranks divide ``heads`` or
 tokens (``rows``); V3.2's by masked dense attention heads (``masked heads``), or heads for attention
 and tokens for selection (``select``); ``dense`` is torch's dense attention, compared with ``one

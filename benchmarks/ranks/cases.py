@@ -21,8 +21,8 @@ CP_WAYS = {
     "zigzag": {}, "contiguous": {"cp_layout": "contiguous"}, "plain": {},
 }  # fmt: skip
 _MASKED = {"selected_attention": "masked"}
-#: Context-parallel ways of V3.2.
-V3_WAYS = {"masked": _MASKED, "recomputed": {"recompute": "latent_output"}}
+#: Context-parallel ways with baselines of their kind; V4 is not masked.
+OTHER_CP_WAYS = ("masked", "recomputed")
 #: Tensor-parallel ways.
 TP_WAYS = {"heads": {"tp_mode": "heads"}, "rows": {"tp_mode": "sequence"}}
 #: Tensor-parallel ways of V3.2 by masked dense attention.
@@ -103,8 +103,10 @@ class Case:
 
     def spec(self, way: str) -> LayerSpec:
         grid = self.grid_of(way)
-        ways = CP_WAYS | V3_WAYS | TP_WAYS | MASKED_TP_WAYS | DENSE_TP_WAYS
-        ways |= {ONE_RANK_MASKED: _MASKED, ONE_RANK_RECOMPUTED: V3_WAYS["recomputed"]}
+        recomputed = {"recompute": "latent_output" if self.ratio is None else "queries"}
+        ways = CP_WAYS | TP_WAYS | MASKED_TP_WAYS | DENSE_TP_WAYS
+        ways |= dict.fromkeys(("masked", ONE_RANK_MASKED), _MASKED)
+        ways |= dict.fromkeys(("recomputed", ONE_RANK_RECOMPUTED), recomputed)
         changes = ways.get(way, {})
         if way in OWN_TEACHERS:
             changes = changes | {"indexer_loss_heads": 1 / grid.tp}
@@ -140,8 +142,9 @@ def works_of(case: Case) -> list[Work]:
     if case.kind == DENSE:
         return [Work("step", way) for way in (ONE_RANK, *DENSE_WAYS)]
     found = [ONE_RANK, *(CP_WAYS if case.cp > 1 else TP_WAYS)]
-    if case.ratio is None and case.cp > 1:
-        found += [each for way in V3_WAYS for each in (BASES[way], way)]
+    if case.cp > 1:
+        others = OTHER_CP_WAYS if case.ratio is None else ("recomputed",)
+        found += [each for way in others for each in (BASES[way], way)]
     elif case.ratio is None:
         found += [ONE_RANK_MASKED, *MASKED_TP_WAYS, ONE_RANK_DENSE, *DENSE_TP_WAYS]
     return [Work("step", way) for way in found]

@@ -52,9 +52,9 @@ class DSAOptions:
         "--dsa-recompute",
         "What sparse attention computes again in the backward beside Megatron's --recompute-*: "
         "latent_output runs its forward kernel again instead of keeping the output in the space of "
-        "the latents (1 KiB per token and head in DeepSeek-V3.2); queries, for DeepSeek-V4, computes "
-        "queries and outputs of the heads again (3 KiB per token and head), a block of tokens at a "
-        "time.",
+        "the latents (1 KiB per token and head in DeepSeek-V3.2); queries, for DeepSeek-V4, does "
+        "not keep queries and outputs of the heads (3 KiB per token and head) and computes them "
+        "again, a block of tokens at a time.",
     )
     indexer_pool_size: int = option(
         1,
