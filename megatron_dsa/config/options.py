@@ -50,11 +50,9 @@ class DSAOptions:
     recompute: Literal["nothing", "latent_output", "queries"] = option(
         "nothing",
         "--dsa-recompute",
-        "What sparse attention computes again in the backward beside Megatron's --recompute-*: "
-        "latent_output runs its forward kernel again instead of keeping the output in the space of "
-        "the latents (1 KiB per token and head in DeepSeek-V3.2); queries, for DeepSeek-V4, does "
-        "not keep queries and outputs of the heads (3 KiB per token and head) and computes them "
-        "again, a block of tokens at a time.",
+        "What sparse attention computes again in the backward beside Megatron's --recompute-*: its "
+        "output in the space of the latents (latent_output, 1 KiB per token and head in V3.2), or "
+        "queries and outputs of V4's heads, a block of tokens at a time (queries, 3 KiB).",
     )
     indexer_pool_size: int = option(
         1,
