@@ -157,7 +157,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             q = self._mapped_queries(q_latent, tables)
             return self.core_attention(hidden_states, q_latent, q, kv, layout, self.rope, ranks)
 
-        if self.in_blocks and not self.core_attention.evaluates_indexer_now():
+        if self.in_blocks:
             out = self.run_core(core_in_blocks, hidden_states, q_latent, kv)
             if ranks.by_sequence:
                 out = sequence_to_heads(out.unflatten(1, (-1, self.config.o_lora_rank)), ranks.tp)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron_dsa.config.fields import option
 from megatron_dsa.config.hybrid import attention_layers, attention_number
 from megatron_dsa.config.options import DSAOptions
-from megatron_dsa.config.rules.csa import CSA_RATIO, csa_rules
+from megatron_dsa.config.rules.csa import CSA_RATIO, csa_rules, recompute_rules
 from megatron_dsa.config.rules.hash_routing import hash_rules
 from megatron_dsa.config.rules.hybrid import hybrid_rules
 from megatron_dsa.config.rules.hyper_connections import hyper_connection_rules
@@ -213,6 +213,7 @@ def validate(config: Any) -> None:
     rules: Iterable[tuple[Any, str]] = dsa_rules(config, options)
     if uses_csa(config):
         rules = chain(option_rules(CSAFields, config), csa_rules(config, options))
+        rules = chain(rules, recompute_rules(config, options, has_dense_loss(config)))
     elif isinstance(config, StreamFields):
         rules = chain(option_rules(StreamFields, config), rules)
     rules = chain(rules, hyper_connection_rules(config), hash_rules(config))

@@ -156,8 +156,9 @@ def captured_mass(
         missed = visible & ~_selected(indices[some], layout.num_keys)
         bytes_per_block = bytes_per_query * len(some) + bytes_per_head
         heads_at_once = items_within(workspace_bytes, bytes_per_block)
+        of_queries = q[some]
         for heads in slices(q.shape[1], heads_at_once):
-            block_q = q[some][:, heads].transpose(0, 1)
+            block_q = of_queries[:, heads].transpose(0, 1)
             if w_uk is not None:
                 q_nope, rope = block_q.split([w_uk.shape[1], q.shape[2] - w_uk.shape[1]], dim=-1)
                 block_q = torch.cat([torch.bmm(q_nope, w_uk[heads]), rope], dim=-1)

@@ -38,13 +38,12 @@ _IN_BLOCKS = (
         "delay_wgrad_compute", False,
         "Megatron would wait for the weight gradient of a linear that is not called",
     ),
-    Must("stage", Not(("warmup",)), "the dense loss reads all queries; drop it", "--dsa-stage"),
+    Must(
+        "evaluate_indexer", False, "evaluation passes would hold all queries",
+        "--dsa-evaluate-indexer",
+    ),
+    Must("quant_recipe", None, "the linear is not called, so no recipe would quantise it"),
 )  # fmt: skip
-_SPARSE_LOSS = Must(
-    "dsa_indexer_use_sparse_loss",
-    True,
-    "the dense loss reads all queries; add it, or drop --dsa-recompute",
-)
 _INTERLEAVED = Must("dsa_indexer_rope_interleaved", True, "V4's indexer pairs neighbouring dims")
 #: Compression ratio of CSA layers, which select among overlapping groups.
 CSA_RATIO = 4
@@ -54,7 +53,6 @@ def csa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     yield from _pattern_rules(config)
     yield from check_rows(_V4, config, options, _CASE)
     yield from _shape_rules(config)
-    yield from _recompute_rules(config, options)
     yield from attention_rules(config)
     yield from host_rules(config, options)
     if options.stage != "dense" and CSA_RATIO in (config.csa_compress_ratios or ()):
@@ -62,7 +60,7 @@ def csa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         yield _INTERLEAVED.check(config, case=_CASE)
 
 
-def _recompute_rules(config, options):
+def recompute_rules(config: Any, options: Any, has_dense_loss: bool) -> Iterator[tuple[Any, str]]:
     if options.recompute != "queries":
         return
     case = "with --dsa-recompute queries"
@@ -72,8 +70,11 @@ def _recompute_rules(config, options):
         f"--cuda-graph-impl must not capture attention {case}, whose backward runs a backward of "
         "its own; drop one of the two",
     )
-    if options.stage == "sparse" and config.dsa_indexer_loss_coeff:
-        yield _SPARSE_LOSS.check(config, case=case)
+    yield (
+        not has_dense_loss or CSA_RATIO not in (config.csa_compress_ratios or ()),
+        "--dsa-recompute must not be queries with an indexer loss over all visible keys, which "
+        "reads all queries; add --dsa-indexer-use-sparse-loss in stage sparse, or drop it",
+    )
 
 
 def _pattern_rules(config):

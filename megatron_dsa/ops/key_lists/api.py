@@ -101,13 +101,16 @@ class KeyLists:
 
         A list has indices into the key buffer without gaps, then ``-1``.
         """
-        fused = KEY_LISTS.choose(self._call(), policy).candidate.fused
-        bytes_per_token = self.full_width * (_BYTES_FUSED if fused else _BYTES_UNFUSED)
-        at_once = items_within(policy.workspace_bytes, bytes_per_token)
-        total = self.layout.num_queries
+        at_once, total = self.tokens_at_once(policy), self.layout.num_queries
         for first in range(0, total, at_once):
             tokens = slice(first, min(total, first + at_once))
             yield tokens, *self.of(tokens, policy)
+
+    def tokens_at_once(self, policy: Policy) -> int:
+        """Return the number of tokens whose lists fit the workspace."""
+        fused = KEY_LISTS.choose(self._call(), policy).candidate.fused
+        bytes_per_token = self.full_width * (_BYTES_FUSED if fused else _BYTES_UNFUSED)
+        return items_within(policy.workspace_bytes, bytes_per_token)
 
     def of(self, tokens: slice, policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the lists of a slice of tokens as :meth:`blocks` does."""

@@ -281,10 +281,7 @@ def sparse_attention(
         selected, width = indices, indices.shape[1]
     require_kv_grad(kv_grad, kv)
     call = describe_attention(q, v_dim, width, attn_sink)
-    require(
-        not isinstance(indexer, IndexerTraining) or indexer.head_parts == 1,
-        "indexer.head_parts must be 1: this attention sums the probabilities of all heads; drop it",
-    )
+    require_one_head_part(indexer)
     indexer, trained = separate_tensors(indexer, q=q)
     settings = Settings(
         v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order,
@@ -325,6 +322,13 @@ def require_kv_grad(kv_grad: torch.Tensor | None, kv: torch.Tensor) -> None:
         fix = "pass the proxy that megatron_dsa.layers.parallel.gather.finish_with_proxy returned"
         wanted = accumulation_dtype(kv.dtype)
         require_tensor("kv_grad", kv_grad, tuple(kv.shape), (wanted,), kv, fix)
+
+
+def require_one_head_part(indexer: Taught | None) -> None:
+    require(
+        not isinstance(indexer, IndexerTraining) or indexer.head_parts == 1,
+        "indexer.head_parts must be 1: this attention sums the probabilities of all heads; drop it",
+    )
 
 
 def check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> None:

@@ -5,17 +5,24 @@ Queries, outputs per head and their gradients exist for one block; the backward 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, part_of, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.checks import FLOATS, require_scale, require_tensor
 from megatron_dsa.ops.common.collectives import all_gather_async, reduce_scatter_async
 from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.sums import largest
-from megatron_dsa.ops.indexer_loss.training import Taught, TeacherPart, separate_tensors
+from megatron_dsa.ops.indexer_loss.training import (
+    IndexerTraining,
+    Taught,
+    TeacherPart,
+    separate_tensors,
+)
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.api import (
     Settings,
@@ -23,6 +30,7 @@ from megatron_dsa.ops.sparse_attention.api import (
     check_lists,
     put_tokens,
     require_kv_grad,
+    require_one_head_part,
     teacher_among,
 )
 from megatron_dsa.ops.sparse_attention.blocks import token_blocks
@@ -81,7 +89,8 @@ class MappedQueries:
             latents = part_of(self.latents, tokens)
         else:
             (latents,) = select_tokens(tokens, self.latents)
-        return self.to_queries(latents, self.gathered().query_weight, tokens)
+        weight = all_gather_async(self.query_weight, self.group).wait()
+        return self.to_queries(latents, weight, tokens)
 
     def gathered(self) -> "MappedQueries":
         """Return the same with the weights of all ranks, detached."""
@@ -155,13 +164,14 @@ class _MappedAttention(torch.autograd.Function):
             else:
                 parts = backward.teachers(indexer, sample.tokens)
             index_grads = indexer.gradients(rest, parts, s.policy, sample)
-        weights = w_query, w_output
         travelling = [
-            reduce_scatter_async(x, p.queries.group) for x in (backward.dquery, backward.doutput)
+            None if x is None else reduce_scatter_async(x, p.queries.group)
+            for x in (backward.dquery, backward.doutput)
         ]
         dkv = backward.keys.result()
         dquery, doutput = (
-            x.wait().to(weight.dtype) for x, weight in zip(travelling, weights, strict=True)
+            None if x is None else x.wait().to(weight.dtype)
+            for x, weight in zip(travelling, (w_query, w_output), strict=True)
         )
         to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
         dsink = None if sink is None else backward.dsink.to(sink.dtype)
@@ -178,11 +188,14 @@ class _Backward:
         self.plan, self.queries, self.grad, self.wanted = plan, queries, grad, wanted
         self.kv, self.sink, self.lse = kv, sink, lse
         self.indices, self.length = indices, length
-        self.keys = KeyGradientAccumulator(lse.numel(), self._bounds)
-        self.dlatents = torch.zeros_like(queries.latents)
+        # A bound method would keep buffers alive in a reference cycle.
+        self.keys = KeyGradientAccumulator(lse.numel(), partial(_bounds, plan, queries, grad))
+        self.dlatents = torch.empty_like(queries.latents) if wanted[0] else None
         self.dquery, self.doutput = (
-            x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype))
-            for x in (queries.query_weight, queries.output_weight)
+            x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) if is_wanted else None
+            for x, is_wanted in zip(
+                (queries.query_weight, queries.output_weight), wanted[1:], strict=True
+            )
         )
         self.dsink: Any = None
         self.teacher: Any = None
@@ -197,34 +210,25 @@ class _Backward:
         inputs = s.inputs(q.detach(), self.kv, self.sink, listed, count, teaches)
         out = s.run(FORWARD, inputs)[0].detach().requires_grad_()
         w_output = x.output_weight.detach().requires_grad_(self.wanted[2])
-        dout, *doutput = self._output_gradients(tokens, out, w_output)
+        dout, *doutput = _output_gradients(x, self.grad, tokens, out, w_output)
         lse, inputs = self.lse[tokens], replace(inputs, key_sum=self.keys)
         dq, dkv, dsink, p_sum = s.run(BACKWARD, inputs, out.detach(), lse, dout, teacher=teaches)
         self.keys.add(dkv)
         if dsink is not None:
             self.dsink = dsink if self.dsink is None else self.dsink + dsink
-        sums = self.dlatents[tokens], self.dquery
         leaves = [x for x in (latents, w_query) if x.requires_grad]
-        grads = iter(torch.autograd.grad(q, leaves, dq) if leaves else ())
-        for leaf, total in zip((latents, w_query), sums, strict=True):
-            if leaf.requires_grad:
-                total.add_(next(grads))
-        for found in doutput:
-            self.doutput.add_(found)
+        grads = list(torch.autograd.grad(q, leaves, dq) if leaves else ())
+        if self.dlatents is not None:
+            self.dlatents[tokens] = grads.pop(0)
+        if self.dquery is not None:
+            self.dquery.add_(grads.pop())
+        if self.doutput is not None:
+            self.doutput.add_(doutput.pop())
         if teaches:
             if p_sum is None:
                 p_sum = s.run(PROBABILITIES, inputs, lse)
             taught = s.loss_teacher(p_sum, self.indices)
             self.teacher = put_tokens(self.teacher, taught, tokens, len(self.lse))
-
-    def _output_gradients(
-        self, tokens: slice, out: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        leaves = [x for x in (out, weight) if x.requires_grad]
-        with torch.enable_grad():
-            result = self.queries.to_outputs(out, weight, tokens)
-        grad = torch.zeros_like(result) if self.grad is None else self.grad[tokens]
-        return torch.autograd.grad(result, leaves, grad)
 
     def teachers(self, indexer: Taught, tokens: torch.Tensor) -> Iterator[TeacherPart]:
         """Yield the teacher of some tokens, int64 ``[n]``."""
@@ -243,17 +247,27 @@ class _Backward:
             yield TeacherPart(some, indices, length, teacher)
             del q, teacher
 
-    def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest ``|q|`` and ``|dout|``, for deterministic sums."""
-        of_queries, of_outputs = [], []
-        for tokens in self.plan.blocks:
-            q = self.queries[tokens]
-            out = q.new_zeros(*q.shape[:2], self.plan.attention.v_dim).requires_grad_()
-            of_queries.append(largest(q))
-            of_outputs.append(
-                largest(self._output_gradients(tokens, out, self.queries.output_weight)[0])
-            )
-        return torch.stack(of_queries).amax(), torch.stack(of_outputs).amax()
+
+def _output_gradients(
+    queries: MappedQueries, grad, tokens: slice, out: torch.Tensor, weight: torch.Tensor
+) -> list[torch.Tensor]:
+    leaves = [x for x in (out, weight) if x.requires_grad]
+    with torch.enable_grad():
+        result = queries.to_outputs(out, weight, tokens)
+    grad = torch.zeros_like(result) if grad is None else grad[tokens]
+    return list(torch.autograd.grad(result, leaves, grad))
+
+
+def _bounds(plan: _Plan, queries: MappedQueries, grad) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest ``|q|`` and ``|dout|``, for deterministic sums."""
+    weight, of_queries, of_outputs = queries.output_weight.detach(), [], []
+    for tokens in plan.blocks:
+        q = queries[tokens]
+        out = q.new_zeros(*q.shape[:2], plan.attention.v_dim).requires_grad_()
+        (dout,) = _output_gradients(queries, grad, tokens, out, weight)
+        of_queries.append(largest(q))
+        of_outputs.append(largest(dout))
+    return torch.stack(of_queries).amax(), torch.stack(of_outputs).amax()
 
 
 def mapped_attention(
@@ -274,8 +288,14 @@ def mapped_attention(
     :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`. ``out`` is differentiable in
     latents, both weights, kv and attn_sink.
     """
+    require_scale(softmax_scale)
+    require_tensor("kv", kv, ("Skv", q.dim), (q.dtype,), q.latents, "give it the dim of q")
+    fix = "give one logit per head"
+    if attn_sink is not None:
+        require_tensor("attn_sink", attn_sink, (q.heads,), FLOATS, q.latents, fix)
     check_lists(lists, q, kv, None, indexer is not None)
     require_kv_grad(kv_grad, kv)
+    require_one_head_part(indexer)
     call = describe_call(
         q.device, dtype=q.dtype, heads=q.heads, qk_dim=q.dim, v_dim=v_dim, topk=lists.full_width,
         sink=attn_sink is not None,
@@ -287,9 +307,15 @@ def mapped_attention(
         replace(lists, selected=None, selected_length=None), in_order=True, length_in_range=True,
     )  # fmt: skip
     kernel_heads = FORWARD.choose(call, policy).candidate.support.kernel_heads(q.heads)
+    teaches = isinstance(indexer, IndexerTraining) and indexer.share == 1
+    if teaches and not indexer.selected_only:
+        call = replace(call, teacher=True)
     blocks = token_blocks(
         len(q.latents), len(kv), call, policy, q.device, kernel_heads=kernel_heads
     )
+    most = lists.tokens_at_once(policy)
+    if blocks[0].stop > most:
+        blocks = tuple(slices(len(q.latents), most))
     empty = q.of(*(x.new_empty(0) for x in (q.latents, q.query_weight, q.output_weight)))
     out, lse = _MappedAttention.apply(
         q.latents, kv, kv_grad, q.query_weight, q.output_weight, attn_sink, selected, length,

@@ -39,12 +39,15 @@ WRONG = {
     | {"cuda_graph_impl": "local"},
     "--fp8-format must be unset with --dsa-recompute queries": IN_BLOCKS
     | {"fp8": "hybrid", "transformer_impl": "transformer_engine"},
-    "--dsa-stage must not be warmup with --dsa-recompute queries": {
+    "--dsa-recompute must not be queries with an indexer loss over all visible keys": IN_BLOCKS
+    | {"dsa_indexer_use_sparse_loss": False},
+    "over all visible keys, which reads all queries": {
         "options": DSAOptions(recompute="queries", stage="warmup"),
         "dsa_indexer_use_sparse_loss": False,
     },
-    "--dsa-indexer-use-sparse-loss is required with --dsa-recompute queries": IN_BLOCKS
-    | {"dsa_indexer_use_sparse_loss": False},
+    "--dsa-evaluate-indexer is not supported with --dsa-recompute queries": {
+        "options": DSAOptions(recompute="queries", evaluate_indexer=True)
+    },
 }  # fmt: skip
 
 
@@ -58,6 +61,12 @@ def test_what_only_an_indexer_needs_is_not_asked_of_others():
     nothing = {"dsa_indexer_topk": None, "dsa_indexer_loss_coeff": None}
     small_csa_config(9, dsa_indexer_rope_interleaved=False, **nothing)
     small_csa_config(4, options=DSAOptions(stage="dense"), dsa_indexer_topk=None)
+
+
+def test_queries_are_computed_again_where_no_loss_reads_them():
+    dense_loss = {"dsa_indexer_use_sparse_loss": False}
+    small_csa_config(128, **IN_BLOCKS, **dense_loss)
+    small_csa_config(4, **IN_BLOCKS, **dense_loss, dsa_indexer_loss_coeff=0.0)
 
 
 def test_dense_stage_has_no_indexers():

@@ -1,8 +1,13 @@
 """Sparse attention between maps: equal to the same maps around sparse attention, in float64."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.sparse_attention import mapped
@@ -42,12 +47,12 @@ class Call:
         out = sparse_attention(q, self.kv, self.lists, **self.arguments).out
         return self.to_outputs(out, self.output_weight)
 
-    def in_blocks(self):
+    def in_blocks(self, **more):
         q = MappedQueries(
             self.latents, self.query_weight, self.output_weight, self.to_queries, self.to_outputs,
             HEADS, DIM,
         )  # fmt: skip
-        return mapped_attention(q, self.kv, self.lists, **self.arguments).out
+        return mapped_attention(q, self.kv, self.lists, **self.arguments, **more).out
 
     def gradients(self, out, names=WANTED):
         return torch.autograd.grad(out, [getattr(self, name) for name in names], self.dout)
@@ -99,3 +104,51 @@ def test_bounds_of_deterministic_sums(add):
     for largest_query, largest_output in bounds:
         assert largest_query == max(of_queries).float()
         assert largest_output == max(of_outputs).float()
+
+
+def test_lists_of_a_block_fit_the_workspace(add):
+    call, sizes = Call(), []
+
+    def seeing(torchs):
+        def forward(inputs):
+            sizes.append(len(inputs.q))
+            return torchs(inputs)
+
+        return forward
+
+    add("sparse_attention_forward", seeing)
+    expected = call.whole()
+    policy = Policy(workspace_bytes=2048)
+    most = call.lists.tokens_at_once(policy)
+    sizes.clear()
+    assert most < 16 and relative_error(call.in_blocks(policy=policy), expected) < 1e-14
+    assert max(sizes) == most and sum(sizes) == TOKENS
+
+
+def test_buffers_end_with_the_backward(monkeypatch):
+    """Without waiting for Python's collector of cycles."""
+    call, alive = Call(), []
+
+    class Watched(mapped._Backward):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            alive.append(weakref.ref(self))
+
+    monkeypatch.setattr(mapped, "_Backward", Watched)
+    gc.disable()
+    try:
+        call.gradients(call.in_blocks())
+        assert len(alive) == 1 and alive[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "kv", "attn_sink"])
+def test_wrong_arguments_are_named(name):
+    call = Call()
+    if name == "kv":
+        call.kv = call.kv[:, :-1]
+    else:
+        call.arguments[name] = float("nan") if name == "softmax_scale" else call.sink[:-1]
+    with pytest.raises(ConfigError, match=name):
+        call.in_blocks()

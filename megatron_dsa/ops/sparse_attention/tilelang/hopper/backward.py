@@ -7,7 +7,7 @@ shared memory:
 * ``S``: scores, P, and the left half of dQ's columns;
 * ``DP``: dP, dS, and the rest of dQ;
 * ``KV``: dKV, 64 columns at a time, added to global memory from registers; without rope it also
-  holds P and dS in registers, so that ``S`` need not wait for it;
+  holds P and dS in registers, so that ``S`` need not wait for its products;
 * ``GATHER``: fetches keys as soon as dQ has read half of the buffer.
 """
 
@@ -135,7 +135,7 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         exponentials(s, m, i, members if shape.group > 1 else None, shape, scale)
         if PSum is not None:
             queries.sum_heads(PSum, s, at, i, shape, thread)
-        # Wait until other warpgroups have read the old dS.
+        # Wait until other warpgroups have read the old P and dS.
         T.barrier_wait(done.p_free, (i & 1) ^ 1)
         for side in (0, 1):
             call("dsa_store_half", s.data, here[0], of=(side,))
