@@ -216,7 +216,7 @@ class _Backward:
         self.keys.add(dkv)
         if dsink is not None:
             self.dsink = dsink if self.dsink is None else self.dsink + dsink
-        leaves = [x for x in (latents, w_query) if x.requires_grad]
+        leaves = [leaf for leaf in (latents, w_query) if leaf.requires_grad]
         grads = list(torch.autograd.grad(q, leaves, dq) if leaves else ())
         if self.dlatents is not None:
             self.dlatents[tokens] = grads.pop(0)
@@ -232,7 +232,7 @@ class _Backward:
 
     def teachers(self, indexer: Taught, tokens: torch.Tensor) -> Iterator[TeacherPart]:
         """Yield the teacher of some tokens, int64 ``[n]``."""
-        s, longest = self.plan.attention, self.plan.blocks[0].stop
+        s, longest = self.plan.attention, max(1, self.plan.blocks[0].stop)
         assert s.lists is not None
         for some in slices(len(tokens), longest):
             taken = tokens[some]
