@@ -70,7 +70,6 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         self.rope = PositionRope.for_ratio(config, config.ratio(layer_number, is_mtp))
         recomputed = config.recompute_modules or ()
         selective = config.recompute_granularity == "selective"
-        self.in_blocks = self.options.recompute == "queries"
         # Attribute names follow Megatron's MLA.
         self.checkpoint_core_attention = selective and "core_attn" in recomputed
         self.recompute_up_proj = selective and "mla_up_proj" in recomputed
@@ -142,6 +141,9 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             rope_dims = self.config.qk_pos_emb_head_dim
             kv = as_cached(kv, CSA_CACHE, policy.workspace_bytes, rope_dims)
 
+        if self.options.recompute == "queries":
+            return self._attend_in_blocks(hidden_states, q_latent, kv, layout, tables)
+
         def queries(q_latent):
             q, _ = self.linear_q_up_proj(q_latent)
             q = q.view(-1, self.heads, self.head_dim)
@@ -149,24 +151,28 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
                 q = heads_to_sequence(q, ranks.tp)
             return self._normed(q, tables)
 
-        def core(hidden_states, q_latent, kv, q):
+        q = self.maybe_recomputed(queries, q_latent)
+
+        def core(hidden_states, q_latent, q, kv):
             out = self.core_attention(hidden_states, q_latent, q, kv, layout, self.rope, ranks)
             return rotate(out, *tables, inverse=True, policy=policy)
 
-        def core_in_blocks(hidden_states, q_latent, kv):
-            q = self._mapped_queries(q_latent, tables)
-            return self.core_attention(hidden_states, q_latent, q, kv, layout, self.rope, ranks)
-
-        if self.in_blocks:
-            out = self.run_core(core_in_blocks, hidden_states, q_latent, kv)
-            if ranks.by_sequence:
-                out = sequence_to_heads(out.unflatten(1, (-1, self.config.o_lora_rank)), ranks.tp)
-            return out.flatten(1)
-        q = self.maybe_recomputed(queries, q_latent)
-        out = self.run_core(core, hidden_states, q_latent, kv, q)
+        out = self.run_core(core, hidden_states, q_latent, q, kv)
         if ranks.by_sequence:
             out = sequence_to_heads(out, ranks.tp)
         return self._project_groups(out, weight_of(self.linear_o_group_proj))
+
+    def _attend_in_blocks(self, hidden_states, q_latent, kv, layout, tables) -> torch.Tensor:
+        ranks = self.ranks
+
+        def core(hidden_states, q_latent, kv):
+            q = self._mapped_queries(q_latent, tables)
+            return self.core_attention(hidden_states, q_latent, q, kv, layout, self.rope, ranks)
+
+        out = self.run_core(core, hidden_states, q_latent, kv)
+        if ranks.by_sequence:
+            out = sequence_to_heads(out.unflatten(1, (-1, self.config.o_lora_rank)), ranks.tp)
+        return out.flatten(1)
 
     def _normed(self, q: torch.Tensor, tables) -> torch.Tensor:
         # Overwrite the projection, which no other code reads.

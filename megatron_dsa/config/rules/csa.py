@@ -61,6 +61,7 @@ def csa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def recompute_rules(config: Any, options: Any, has_dense_loss: bool) -> Iterator[tuple[Any, str]]:
+    """Yield the rules of ``--dsa-recompute queries``."""
     if options.recompute != "queries":
         return
     case = "with --dsa-recompute queries"

@@ -156,7 +156,7 @@ def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     yield from attention_rules(config)
     yield Must(
         "recompute", Not(("queries",)),
-        "only V4's attention makes its queries again; give latent_output, or drop it",
+        "only V4's attention computes its queries again; give latent_output, or drop it",
         "--dsa-recompute",
     ).check(config, options)  # fmt: skip
     yield from _mla_rules(config, options)

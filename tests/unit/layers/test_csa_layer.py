@@ -73,11 +73,11 @@ CSA = {
     "window of one": ({"csa_window_size": 1}, None, "sparse"),
     "more selected than there is": ({"dsa_indexer_topk": 50}, None, "sparse"),
     "small workspace": ({}, DSAOptions(workspace_bytes=2**20), "sparse"),
-    "queries made again": ({}, in_small_blocks(IN_BLOCKS), "sparse"),
-    "queries made again, teacher of compressed keys": (
+    "queries computed again": ({}, in_small_blocks(IN_BLOCKS), "sparse"),
+    "queries computed again, teacher of compressed keys": (
         {}, in_small_blocks(replace(IN_BLOCKS, csa_teacher="compressed")), "sparse",
     ),
-    "queries made again, dense": ({}, in_small_blocks(replace(IN_BLOCKS, stage="dense")), None),
+    "queries computed again, dense": ({}, in_small_blocks(replace(IN_BLOCKS, stage="dense")), None),
 }  # fmt: skip
 
 
