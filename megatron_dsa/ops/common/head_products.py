@@ -38,7 +38,9 @@ class _HeadProducts(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _multiplied(grad, weights.transpose(1, 2))
         if ctx.needs_input_grad[1]:
-            dweights = torch.bmm(x.permute(1, 2, 0), grad.transpose(0, 1))
+            # Strides of the weights, whose views would copy gradients of other strides.
+            dweights = torch.empty_like(weights)
+            torch.bmm(x.permute(1, 2, 0), grad.transpose(0, 1), out=dweights)
         return dx, dweights
 
 

@@ -26,19 +26,21 @@ def token_blocks(
     device: torch.device,
     backward: bool = True,
     kernel_heads: int = 0,
+    least: int = 0,
 ) -> tuple[slice, ...]:
     """Split tokens into equal slices that fill whole waves of thread blocks.
 
     A slice's absorbed tensors fit the workspace unless the GPU would be underused. ``call``
-    has the dims of latents; ``kernel_heads`` includes the forward kernel's padding heads.
+    has the dims of latents; ``kernel_heads`` includes the forward kernel's padding heads; ``least``
+    is the fewest tokens of a slice on a GPU.
     """
     per_token = max(2 * call.heads, kernel_heads)
     per_token *= (call.qk_dim + call.v_dim) * call.dtype.itemsize
     wave, fewest = _wave(call.heads, device), 1
     if wave:
         together = _together(call.heads)
-        waves, least = (_SHARED_WAVES, _SHARED_TOKENS) if together > 1 else (_WAVES, _TOKENS)
-        fewest = max(waves * wave, _up(least, wave))
+        waves, fewest = (_SHARED_WAVES, _SHARED_TOKENS) if together > 1 else (_WAVES, _TOKENS)
+        fewest = max(waves * wave, _up(max(fewest, least), wave))
         if together > 1 and backward:
             # Temporary bytes per key: union ids and members, head sums with indices, teacher.
             per_token += (call.topk or 0) * (5 + 4 * together + 16 + 4)

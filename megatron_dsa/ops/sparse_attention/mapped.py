@@ -41,6 +41,8 @@ from megatron_dsa.ops.sparse_attention.spec import (
     KeyGradientAccumulator,
 )
 
+#: Fewest tokens of a block on a GPU: each block adds gradients of all weights in fp32.
+LEAST_TOKENS = 4096
 #: Tokens of a slice, or of int64 ``[n]``.
 Tokens = slice | torch.Tensor
 Map = Callable[[torch.Tensor, torch.Tensor, Tokens], torch.Tensor]
@@ -311,8 +313,9 @@ def mapped_attention(
     if teaches and not indexer.selected_only:
         call = replace(call, teacher=True)
     blocks = token_blocks(
-        len(q.latents), len(kv), call, policy, q.device, kernel_heads=kernel_heads
-    )
+        len(q.latents), len(kv), call, policy, q.device, kernel_heads=kernel_heads,
+        least=LEAST_TOKENS,
+    )  # fmt: skip
     most = lists.tokens_at_once(policy)
     if blocks[0].stop > most:
         blocks = tuple(slices(len(q.latents), most))

@@ -423,7 +423,9 @@ def test_no_wide_tensor_has_all_tokens(way):
     assert peak_bytes(torch.device("cpu"), step) < limit < latents + wide
 
 
-def blocks_on(monkeypatch, tokens, heads, workspace=2**28, processors=132, keys=1000, **support):
+def blocks_on(
+    monkeypatch, tokens, heads, workspace=2**28, processors=132, keys=1000, least=0, **support
+):
     """Return the sizes of blocks on a GPU with so many processors."""
     properties = SimpleNamespace(multi_processor_count=processors, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
@@ -432,7 +434,8 @@ def blocks_on(monkeypatch, tokens, heads, workspace=2**28, processors=132, keys=
     monkeypatch.setattr(type(BACKWARD), "choose", lambda *_: choice)
     call = describe_call("cpu", dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=2048)
     device = torch.device("cuda" if processors else "cpu")
-    blocks = token_blocks(tokens, keys, call, Policy(workspace_bytes=workspace), device)
+    policy = Policy(workspace_bytes=workspace)
+    blocks = token_blocks(tokens, keys, call, policy, device, least=least)
     assert blocks[0].start == 0 and blocks[-1].stop == tokens
     assert all(a.stop == b.start for a, b in itertools.pairwise(blocks))
     return [x.stop - x.start for x in blocks]
@@ -458,6 +461,13 @@ def test_blocks_follow_the_workspace(heads, mib, monkeypatch):
     if heads == 16:  # unions of four lists of 2048 keys each, head sums and teacher
         taken += sizes[0] * 2048 * (5 + 4 * 4 + 16 + 4)
     assert 0.8 * mib < taken / 2**20 <= mib
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_fewest_tokens_of_a_block(heads, monkeypatch):
+    sizes = blocks_on(monkeypatch, 131072, heads, workspace=1, least=4096)
+    assert 4096 <= sizes[0] < 5000
+    assert blocks_on(monkeypatch, 5000, heads, workspace=1, least=4096) == [5000]
 
 
 def test_blocks_of_a_cpu_follow_the_workspace_alone(monkeypatch):

@@ -24,6 +24,18 @@ def test_against_einsum(device, tokens, strided):
         assert a.shape == b.shape and (relative_error(a, b) < 1e-14 or not b.any())
 
 
+def test_gradient_of_transposed_weights_has_their_strides():
+    stored = leaf(3, 5, 6, seed=2, dtype=torch.float64)
+    weights = stored.transpose(1, 2)
+    x = leaf(7, 3, 6, seed=1, dtype=torch.float64)
+    out = head_products(x, weights)
+    (found,) = torch.autograd.grad(out.square().sum(), weights, retain_graph=True)
+    assert found.stride() == weights.stride()
+    expected = torch.einsum("tha,hba->thb", x, stored).square().sum()
+    pairs = (torch.autograd.grad(y, stored)[0] for y in (out.square().sum(), expected))
+    assert relative_error(*pairs) < 1e-14
+
+
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_frozen(wanted):
     tensors = [leaf(4, 2, 3, seed=1), leaf(2, 3, 5, seed=2)]
