@@ -15,6 +15,8 @@ from tests.reference import csa_float64, dsa_float64
 from tests.reference.csa_float64 import COMPRESSOR, INDEXER, hadamard, rms_norm, rope_last
 from tests.reference.shapes import csa_shape, dsa_shape
 
+pytestmark = pytest.mark.gpu
+
 LAST = 8
 CHUNK = 8192
 #: Of bf16; wrong addresses give errors above 0.5.
@@ -88,20 +90,19 @@ def attend(weights, x, keys, selected, shape, first):
 class Step:
     """A layer's step: output and input gradient of the last tokens, and their selection."""
 
-    def __init__(self, spec: LayerSpec, gib: int = 0):
-        self.device = start()
-        if gib and torch.cuda.get_device_properties(self.device).total_memory < gib * 2**30:
+    def __init__(self, spec: LayerSpec, gib: int):
+        device = start()
+        if torch.cuda.get_device_properties(device).total_memory < gib * 2**30:
             pytest.skip(f"needs {gib} GiB")
-        self.layer, selection = Layer(spec, self.device), LastSelection()
-        layer = self.layer
+        layer, selection = Layer(spec, device), LastSelection()
+        self.layer = layer
         layer.module.core_attention.selection_sink = selection
         self.out = layer.step()[-LAST:, 0].double()
         assert all(bool(p.grad.isfinite().all()) for p in layer.module.parameters())
         assert bool(layer.x.grad.isfinite().all())
         self.gradient = layer.x.grad[-LAST:, 0].double()
         layer.x.grad = None
-        if gib:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         self.selected = selection.indices
         self.first = spec.tokens - LAST
         self.weights = {name: p.detach().double() for name, p in layer.module.named_parameters()}
@@ -111,16 +112,15 @@ class Step:
         """Return the last tokens, a leaf with a gradient."""
         return self.x[self.first :].double().requires_grad_()
 
-    def compare(self, x, expected, tolerance, share: float | None = None) -> None:
+    def compare(self, x, expected, share: float | None) -> None:
         expected.backward(self.layer.gradient[self.first :, 0].double())
         pairs = {"out": (self.out, expected), "dx": (self.gradient, x.grad)}
         errors = {name: relative_error(*pair) for name, pair in pairs.items()}
         print(f"{len(self.x)} tokens: errors {errors}, share of the best keys {share}")
         assert share is None or share > 0.98
-        assert max(errors.values()) < tolerance
+        assert max(errors.values()) < TOLERANCE
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("length", CASES)
 def test_last_tokens(length):
     recompute, gib = CASES[length]
@@ -130,7 +130,7 @@ def test_last_tokens(length):
     keys, x = keys_of(weights, step.x[:first], shape), step.last()
     expected, qr = attend(weights, x, keys, step.selected, shape, first)
     share = share_of_best(weights, x, qr, keys, step.selected, shape, first)
-    step.compare(x, expected, TOLERANCE, share)
+    step.compare(x, expected, share)
 
 
 def compressed(weights, prefix, x, shape, first, interleaved=True):
@@ -209,18 +209,12 @@ def attend_csa(step: Step, x, shape):
     return torch.stack(outs), qr.detach()
 
 
-def check_csa(step: Step, ratio: int, tolerance: float) -> None:
-    shape, x = replace(csa_shape(step.layer.config), ratio=ratio), step.last()
-    expected, qr = attend_csa(step, x, shape)
-    share = None
-    if step.selected is not None:
-        share = share_of_best_groups(step, x, qr, shape)
-    step.compare(x, expected, tolerance, share)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_last_tokens_of_v4(ratio):
     length = 2**20
     spec = LayerSpec("v4-flash", length, ratio, sequence_length=length, recompute="queries")
-    check_csa(Step(spec, 120), ratio, TOLERANCE)
+    step = Step(spec, 120)
+    shape, x = replace(csa_shape(step.layer.config), ratio=ratio), step.last()
+    expected, qr = attend_csa(step, x, shape)
+    share = None if step.selected is None else share_of_best_groups(step, x, qr, shape)
+    step.compare(x, expected, share)
