@@ -32,7 +32,7 @@ def token_blocks(
 
     A slice's absorbed tensors fit the workspace unless the GPU would be underused. ``call``
     has the dims of latents; ``kernel_heads`` includes the forward kernel's padding heads; ``least``
-    is the fewest tokens of a slice on a GPU.
+    is about the fewest tokens of a slice on a GPU.
     """
     per_token = max(2 * call.heads, kernel_heads)
     per_token *= (call.qk_dim + call.v_dim) * call.dtype.itemsize
